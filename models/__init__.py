@@ -1,7 +1,4 @@
-"""The zoo: a collection of known networks as ``nn.Module``s of any size, for examples and benchmarks.
-
-Batch, image size, width and other sizes are arguments. The networks can be exported to ONNX.
-"""
+"""The zoo: known networks of any size as ``nn.Module``s, for examples and benchmarks, with an export to ONNX."""
 
 from __future__ import annotations
 

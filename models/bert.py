@@ -1,7 +1,5 @@
-"""BERT and RoBERTa: Devlin et al., NAACL 2019, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692.
-
-The encoder with the head for masked tokens, which uses the embedding's weight again for its scores. Dropout is 0.1
-everywhere, attention included, as in the papers.
+"""BERT and RoBERTa (Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692), with the head
+for masked tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +14,9 @@ DROPOUT = 0.1
 
 
 class BERT(nn.Module):
-    """BERT: a network from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
+    """BERT: from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
 
-    Args:
-        depth: the number of transformer blocks.
-        width: the features of a token.
-        vocabulary: the number of distinct tokens.
-        positions: the largest length of a sequence.
-        kinds: the number of segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
+    ``kinds``: the segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
     """
 
     def __init__(

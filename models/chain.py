@@ -1,7 +1,5 @@
-"""A network that is a plain chain of a thousand layers or more, without branches and shortcuts.
-
-Orthogonal weights and tanh preserve the signal and its gradient through any number of layers (Pennington, Schoenholz,
-Ganguli, NeurIPS 2017, arXiv:1711.04735).
+"""A plain chain of a thousand layers or more. Orthogonal weights and tanh preserve the signal (Pennington et
+al. 2017, arXiv:1711.04735).
 """
 
 from __future__ import annotations

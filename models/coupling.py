@@ -1,7 +1,6 @@
-"""The additive coupling: Dinh et al., «NICE», 2014, arXiv:1410.8516; as residual blocks Gomez et al., NeurIPS 2017.
+"""The additive coupling: y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁) (Dinh et al. 2014, NICE, arXiv:1410.8516).
 
-y₁ = x₁ + F(x₂), y₂ = x₂ + G(y₁), so x₂ = y₂ − G(y₁) and x₁ = y₁ − F(x₂). These are plain modules: nothing declares
-that they can be inverted.
+These are plain modules: nothing declares that x₂ = y₂ − G(y₁) and x₁ = y₁ − F(x₂).
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from torch import Tensor, nn
 
 
 class Coupling(nn.Module):
-    """An additive coupling of two tensors: (a, b) becomes (a + F(b), b + G(a + F(b))). Both keep their shapes.
-
-    ``first``, ``second``: the functions F and G.
-    """
+    """An additive coupling of two tensors with F = ``first`` and G = ``second``. Both keep their shapes."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()

@@ -24,9 +24,8 @@ BOTTLENECK = 4
 
 
 def norm_relu_conv(in_channels: int, out_channels: int, size: int) -> nn.Sequential:
-    """Return batch norm, ReLU and a convolution without bias that keeps the image size, in this order.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """Return batch norm, ReLU and a convolution without bias that keeps the image size. ``size``: the
+    kernel's side, odd.
     """
     return nn.Sequential(
         nn.BatchNorm2d(in_channels),
@@ -36,10 +35,8 @@ def norm_relu_conv(in_channels: int, out_channels: int, size: int) -> nn.Sequent
 
 
 class DenseBlock(nn.Module):
-    """A dense block: each layer reads the block's input and the outputs of all earlier layers, concatenated.
-
-    ``layers``: the number of layers. ``in_channels``: the channels of the input. ``growth``: the channels of each
-    layer's output.
+    """A dense block: each of ``layers`` reads the input and all earlier outputs, of ``growth`` channels each,
+    concatenated.
     """
 
     def __init__(self, layers: int, in_channels: int, growth: int) -> None:
@@ -62,10 +59,9 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """DenseNet: a network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """DenseNet: from images (N, 3, H, W) to class scores (N, ``classes``). ``depth``: a key of `DEPTHS`.
 
-    ``depth``: the number of layers, a key of `DEPTHS`. ``width``: the growth rate, that is, the channels of each
-    layer's output; None means the paper's.
+    ``width``: the channels of each layer's output; None means the paper's.
     """
 
     def __init__(self, depth: int = 121, width: int | None = None, classes: int = 1000) -> None:

@@ -1,7 +1,7 @@
-"""The U-Net of Stable Diffusion 1: Rombach et al., CVPR 2022, arXiv:2112.10752.
+"""The U-Net of Stable Diffusion 1 (Rombach et al. 2022, arXiv:2112.10752): the noise in latents, from a time
+and a text.
 
-It predicts the noise in latents from a diffusion time and the features of a text. Weights that the authors initialise
-with zero are random here, so that no gradient of the first step is zero.
+Weights that the authors initialise with zero are random, so that no first gradient is zero.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def norm_silu_conv(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """A residual block of two convolutions; an embedding of the diffusion time is added between them, to every pixel.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``time``: the features of the time
-    embedding.
+    """A residual block of two convolutions; an embedding of the diffusion time (``time`` features) is added
+    between them.
     """
 
     def __init__(self, in_channels: int, out_channels: int, time: int) -> None:
@@ -61,10 +59,7 @@ class Residual(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """A feed-forward layer in which one half of the hidden features gates the other (GEGLU, Shazeer 2020).
-
-    ``width``: the features of a token; there are 4 · ``width`` hidden features after gating.
-    """
+    """A feed-forward layer with 4 · ``width`` hidden features, gated by as many others (GEGLU, Shazeer 2020)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,10 +72,8 @@ class GatedFeedForward(nn.Module):
 
 
 class Attending(nn.Module):
-    """Self-attention between pixels, then cross-attention to a text, then a feed-forward layer, each added to its
-    input.
-
-    ``width``: the channels of the image. ``context``: the features of a text token.
+    """Attention between pixels (``width`` channels), to a text (``context`` features), and a feed-forward
+    layer, each added to its input.
     """
 
     def __init__(self, width: int, context: int) -> None:
@@ -105,20 +98,15 @@ class Attending(nn.Module):
 
 
 class Level(nn.Module):
-    """A residual block, then attention to pixels and text, then a layer that changes height and width.
-
-    ``residual``, ``attending``, ``resize``: these three layers. ``attending`` and ``resize`` may be None.
-    """
+    """A residual block, then attention and a change of the size, if there are any."""
 
     def __init__(self, residual: Residual, attending: Attending | None, resize: nn.Module | None) -> None:
         super().__init__()
         self.residual, self.attending, self.resize = residual, attending, resize
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
-        """Return features (N, channels, H', W'), where H' and W' are H and W unless the level changes them.
-
-        ``x``: an image (N, channels, H, W). ``time``: the time embedding (N, features). ``context``: the text (N, T,
-        features).
+        """Return features (N, channels, H', W') of an image (N, channels, H, W), for a time (N, features) and
+        a text (N, T, features).
         """
         x = self.residual(x, time)
         x = x if self.attending is None else self.attending(x, context)
@@ -126,10 +114,7 @@ class Level(nn.Module):
 
 
 class Shrink(nn.Conv2d):
-    """A 3×3 convolution with stride 2: (N, ``width``, H, W) to (N, ``width``, H ÷ 2, W ÷ 2), rounded up.
-
-    It can be called like a `Level`, with an image, a time embedding and a text, but ignores the last two.
-    """
+    """A 3×3 convolution with stride 2, which halves H and W, rounded up. It can be called like a `Level`."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, 3, stride=2, padding=1)
@@ -148,11 +133,9 @@ def grow(width: int) -> nn.Sequential:
 
 
 class DiffusionUNet(nn.Module):
-    """The U-Net of Stable Diffusion 1: predicts the noise (N, 4, H, W) in latents.
+    """From latents (N, 4, H, W), times (N,) and a text (N, T, ``context``) to noise (N, 4, H, W).
 
-    Its inputs are latents (N, 4, H, W), diffusion times (N,) and a text (N, T, ``context``). H and W must be divisible
-    by 8. ``width``: the channels of the first level, divisible by `GROUPS` (32). ``context``: the features of a text
-    token.
+    H and W must be divisible by 8, and ``width``, the first level's channels, by `GROUPS`.
     """
 
     def __init__(self, width: int = 320, context: int = CONTEXT) -> None:

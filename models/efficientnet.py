@@ -33,9 +33,8 @@ def silu() -> nn.Module:
 
 
 class SqueezeExcite(nn.Module):
-    """A layer that scales each channel of an image by a function of the means of all channels (Hu et al., CVPR 2018).
-
-    ``width``: the number of channels. ``squeezed``: the hidden features of the function.
+    """Scales each of ``width`` channels by a function of all channels' means, with ``squeezed`` hidden
+    features (Hu et al. 2018).
     """
 
     def __init__(self, width: int, squeezed: int) -> None:
@@ -54,17 +53,10 @@ class SqueezeExcite(nn.Module):
 
 
 class MBConv(nn.Module):
-    """An inverted residual block with squeeze-and-excitation: widen, convolve each channel, scale channels, narrow.
+    """An inverted residual block with squeeze-and-excitation. The input is added if it has the result's
+    shape.
 
-    The input is added if it has the shape of the result: ``stride`` is 1, and ``in_channels`` equals ``out_channels``.
-
-    Args:
-        in_channels: the number of input channels.
-        out_channels: the number of output channels.
-        expansion: hidden channels ÷ input channels.
-        size: the side of the kernel.
-        stride: the factor by which height and width shrink.
-        drop: the rate of stochastic depth.
+    ``expansion``: hidden ÷ input channels; ``drop``: the rate of stochastic depth.
     """
 
     def __init__(
@@ -90,9 +82,8 @@ class MBConv(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """EfficientNet-B0: a network from images (N, 3, H, W) to class scores (N, ``classes``).
-
-    ``width``: channels of the first convolution; all other channels scale with it (32 in the paper).
+    """EfficientNet-B0: from images (N, 3, H, W) to class scores (N, ``classes``). All channels scale with
+    ``width``.
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:

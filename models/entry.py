@@ -1,5 +1,4 @@
-"""The entry of one network in the zoo (a collection of networks): its name, its sizes, and functions that make
-the network and a random batch for given sizes."""
+"""The entry of one network in the zoo: its name, its sizes, and functions that make it and a random batch."""
 
 from __future__ import annotations
 
@@ -43,31 +42,27 @@ def tokens(sizes: Sizes, generator: Generator) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """A network of the zoo, a collection of networks whose sizes are arguments.
-
-    Attributes:
-        name: the network's name.
-        output: the kind of its output, such as scores per image (``"classes"``) or per pixel (``"pixels"``).
-        make: returns the network for a dict of sizes by name.
-        sizes: the default of each size, by name. The network has only these sizes.
-        tiny: small sizes, for which a training step takes little time, by name.
-        inputs: returns a random batch of inputs for a dict of sizes and a random generator.
-        multiple: the number that a size must be divisible by, by the size's name; absent if it is 1.
-        least: the smallest valid value of a size, by the size's name; absent if it is 1.
-        stride: side of the image ÷ side of the smallest features, if the network has batch norm; else None.
-        loss: the loss with which the network is usually trained, ``"cross_entropy"`` or ``"mse"``.
-    """
+    """A network of the zoo, whose sizes are arguments."""
 
     name: str
     output: OutputKind
+    """The kind of its output, such as ``"classes"``."""
     make: Callable[[Sizes], nn.Module]
+    """Returns the network for sizes by name."""
     sizes: Sizes
+    """The defaults, by name. The network has these sizes and no others."""
     tiny: Sizes
+    """Small sizes, for which a training step takes little time."""
     inputs: Callable[[Sizes, Generator], tuple[Tensor, ...]] = images
+    """Returns a random batch of inputs for sizes and a generator."""
     multiple: Sizes = field(default_factory=lambda: MappingProxyType({}))
+    """What a size must be divisible by; absent if it is 1."""
     least: Sizes = field(default_factory=lambda: MappingProxyType({}))
+    """The smallest valid value of a size; absent if it is 1."""
     stride: int | None = None
+    """Side of the image ÷ side of the smallest features, if the network has batch norm."""
     loss: str = "cross_entropy"
+    """With which it is usually trained: ``"cross_entropy"`` or ``"mse"``."""
 
     @property
     def summary(self) -> str:

@@ -25,16 +25,14 @@ FILE_LIMIT = 2**31 - 2**24
 def export_onnx(
     model: nn.Module, inputs: Sequence[Tensor], path: Path, *, dynamic_batch: bool = True
 ) -> None:
-    """Write a network as an ONNX file in training form (opset 17). A failure leaves no partial file.
-
-    PyTorch's tracing exporter is used, because the newer one (``dynamo=True``) silently folds batch norm into
-    convolutions, even in training mode. Tracing runs the network once in training mode. The modules' modes, the
-    buffers and torch's random state are restored afterwards.
+    """Write a network as an ONNX file in training form (opset 17), completely or not at all. It runs once,
+    but keeps its state.
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     if weights > FILE_LIMIT:
         raise ZooError(f"{weights} bytes of weights do not fit in one ONNX file, which holds {FILE_LIMIT}")
     names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+    # PyTorch's newer exporter silently folds batch norm into convolutions, even in training mode.
     with _written_whole(path) as temporary, _untouched(model), _silent_exporter():
         torch.onnx.export(
             model,
@@ -52,9 +50,8 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` if the block succeeds, and is deleted otherwise.
-
-    If ``path`` is a device or a pipe, ``path`` itself is yielded.
+    """Yield a temporary file that replaces ``path`` if the block succeeds; ``path`` itself if it is a device
+    or a pipe.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -75,14 +72,8 @@ def _written_whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restore module modes, buffers, random state and autocast's cache after the block, which traces the network in
-    training mode.
-
-    In the block the network has copies of its buffers, because its forward updates batch norm statistics. The original
-    buffers are restored as soon as the forward ends. So the exporter, which reads the buffers after the forward, writes
-    the statistics from before it.
-
-    The exporter switches autocast's cache off, and leaves it off if the network raises.
+    """Restore module modes, buffers, random state and autocast's cache after the block, which traces the
+    network in training mode.
     """
     casts_once = torch.is_autocast_cache_enabled()
     modes = [(module, module.training) for module in model.modules()]
@@ -99,6 +90,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
 
+    # The exporter reads buffers after the forward, and must write the statistics from before it.
     hook = model.register_forward_hook(restore)
     for module, name, buffer in buffers:
         module._buffers[name] = copies[id(buffer)]
@@ -106,6 +98,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            # The exporter leaves the cache off if the network raises.
             torch.set_autocast_cache_enabled(casts_once)
             hook.remove()
             restore()

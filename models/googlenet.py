@@ -1,7 +1,5 @@
-"""GoogLeNet: Szegedy et al., CVPR 2015, arXiv:1409.4842.
-
-The paper's network, with local response norm and without batch norm, as Kusumoto et al. 2019 plan it. The two
-auxiliary classifiers, which have separate losses, are left out.
+"""GoogLeNet (Szegedy et al. 2015, arXiv:1409.4842) with local response norm, without batch norm and auxiliary
+classifiers.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ STEM = 64
 
 
 def conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return a convolution with bias, and ReLU. With stride 1 it keeps the image size.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel, odd.
+    """Return a convolution with bias, and ReLU; with stride 1 it keeps the image size. ``size``: the kernel's
+    side, odd.
     """
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=size // 2), nn.ReLU(inplace=True)
@@ -41,10 +38,8 @@ def conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.
 
 
 class Inception(nn.Module):
-    """Four branches with different kernel sizes, whose channels are concatenated.
-
-    ``in_channels``: the number of input channels. ``row``: a row of the table `STAGES`, the numbers of
-    output channels of the convolutions in the branches.
+    """Four branches with different kernel sizes, whose channels are concatenated. ``row``: of `STAGES`, the
+    branches' channels.
     """
 
     def __init__(self, in_channels: int, row: tuple[int, ...]) -> None:
@@ -69,13 +64,11 @@ class Inception(nn.Module):
 
 
 class LocalResponseNorm(nn.Module):
-    """Divides each value by (1 + 10⁻⁴ · mean of squares in 5 neighbouring channels)^0.75 (Krizhevsky et al. 2012).
-
-    PyTorch's own layer is not used, because an ONNX export of it contains a branch on the shape.
-    """
+    """Divides values by (1 + 10⁻⁴ · mean of squares in 5 neighbouring channels)^0.75 (Krizhevsky et al. 2012)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised features, of the same shape (N, C, H, W)."""
+        # An ONNX export of PyTorch's own layer contains a branch on the shape.
         squares = functional.pad(x.square().unsqueeze(1), (0, 0, 0, 0, 2, 2))
         means = functional.avg_pool3d(squares, (5, 1, 1), stride=1)[:, 0]
         return x / (1.0 + 1e-4 * means).pow(0.75)
@@ -87,10 +80,7 @@ def halve() -> nn.MaxPool2d:
 
 
 class GoogLeNet(nn.Module):
-    """GoogLeNet: a network from images (N, 3, H, W) to class scores (N, ``classes``).
-
-    ``width``: channels of the first convolution; all other channels scale with it (64 in the paper).
-    """
+    """GoogLeNet: from images (N, 3, H, W) to class scores (N, ``classes``). All channels scale with ``width``."""
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
-"""GPT-2: Radford et al. 2019, «Language models are unsupervised multitask learners».
-
-It has pre-norm blocks with fused causal attention, and learned position embeddings. The output layer uses the weight
-of the token embedding (tied weights). The paper's dropout is left out, as is usual today.
+"""GPT-2 (Radford et al. 2019): pre-norm blocks, fused causal attention and tied weights, without the paper's
+dropout.
 """
 
 from __future__ import annotations
@@ -13,12 +11,7 @@ from rematplan.models.transformer import Block, SelfAttention, heads_of, small_n
 
 
 class GPT(nn.Module):
-    """GPT-2: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤
-    ``tokens``.
-
-    ``depth``: the number of transformer blocks. ``width``: the number of features per token. ``vocabulary``: the
-    number of distinct tokens. ``tokens``: the largest length of a sequence.
-    """
+    """GPT-2: from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``), with T ≤ ``tokens``."""
 
     def __init__(
         self, depth: int = 12, width: int = 768, vocabulary: int = 50257, tokens: int = 1024

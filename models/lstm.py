@@ -1,9 +1,7 @@
-"""An unrolled LSTM language model: Zaremba, Sutskever, Vinyals 2014, arXiv:1409.2329. The default sizes are those of
-the paper's medium network.
+"""An unrolled LSTM language model (Zaremba et al. 2014, arXiv:1409.2329), with the medium network's sizes and
+dropout.
 
-For every layer and every position of the sequence, `torch.nn.LSTMCell` is called separately. So rematerialisation can
-be decided for each call. As in the paper, dropout is applied to the input of every layer and of the output layer, but
-not to the state that a cell gives to the next position.
+Each layer and position is a call of `torch.nn.LSTMCell`, so rematerialisation is decided for each.
 """
 
 from __future__ import annotations
@@ -17,11 +15,8 @@ DROPOUT = 0.5
 
 
 class UnrolledLSTM(nn.Module):
-    """An unrolled LSTM: a network from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``).
-
-    For every layer and every position of the sequence, `torch.nn.LSTMCell` is called separately. The initial states
-    are zero. ``depth``: the number of layers. ``width``: the number of features per token and of a cell's state.
-    ``vocabulary``: the number of distinct tokens.
+    """An unrolled LSTM: from token numbers (N, T) to scores of the next token (N, T, ``vocabulary``). Initial
+    states are zero.
     """
 
     def __init__(self, depth: int = 2, width: int = 650, vocabulary: int = 10000) -> None:

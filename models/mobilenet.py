@@ -54,12 +54,8 @@ def relu6() -> nn.Module:
 
 
 class InvertedResidual(nn.Module):
-    """An inverted residual block: a 1×1 convolution to more channels, a depthwise 3×3 convolution, and a 1×1
-    convolution to ``out_channels``. If the result has the shape of the block's input, the input is added to it.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``expansion``: channels of the
-    depthwise convolution ÷ ``in_channels``; with 1 the first convolution is left out. ``stride``: the stride of the
-    depthwise convolution.
+    """An inverted residual block: 1×1 to more channels (``expansion`` times), depthwise 3×3, 1×1. The input
+    is added if shapes match.
     """
 
     def __init__(self, in_channels: int, out_channels: int, expansion: int, stride: int) -> None:
@@ -80,10 +76,8 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """MobileNetV2: a network from images (N, 3, H, W) to class scores (N, ``classes``).
-
-    ``width``: channels of the first convolution; the other channels scale with it (32 in the paper), except that the
-    last convolution has at least 1280.
+    """MobileNetV2: from images (N, 3, H, W) to class scores (N, ``classes``). Channels scale with ``width``;
+    the last are 1280 or more.
     """
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:

@@ -1,5 +1,6 @@
-"""The names of the networks in the zoo and of their sizes, and the zoo's error class. This file loads no torch, so the
-command line can refuse an unknown name at once."""
+"""The names of the zoo's networks and sizes, and its error. It loads no torch, so that unknown names are
+refused at once.
+"""
 
 from __future__ import annotations
 

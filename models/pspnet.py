@@ -1,8 +1,7 @@
-"""PSPNet on a dilated ResNet-101: Zhao, Shi, Qi, Wang, Jia, CVPR 2017, arXiv:1612.01105.
+"""PSPNet on a dilated ResNet-101 (Zhao et al. 2017, arXiv:1612.01105), without the paper's auxiliary
+classifier.
 
-The ResNet begins with three 3×3 convolutions, as in the authors' code. Its stages three and four have dilated
-convolutions instead of strided ones. The scores are resized to the size of the image. The paper's auxiliary
-classifier, which has a separate loss, is left out.
+As in the authors' code, the ResNet begins with three 3×3 convolutions.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ BINS = (1, 2, 3, 6)
 
 
 def conv_norm_relu(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Return three layers: a convolution without bias, batch norm, and ReLU. With stride 1 they keep the height and
-    width of the image.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel,
-    odd. ``stride``: the stride of the convolution.
+    """Return a convolution without bias, batch norm and ReLU; with stride 1 they keep the image size.
+    ``size``: odd.
     """
     return nn.Sequential(
         conv(in_channels, out_channels, size, stride), nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)
@@ -37,10 +33,8 @@ def enlarge(x: Tensor, like: Tensor) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """The pyramid pooling module: concatenates features with their means over grids of 1×1, 2×2, 3×3 and 6×6 cells.
-
-    The means are projected to a quarter of the channels for each grid, and resized to the height and width of the
-    features. ``features``: the number of input channels. The output has twice as many.
+    """Concatenates ``features`` channels with their means over grids of `BINS` cells, a quarter of the
+    channels for each.
     """
 
     def __init__(self, features: int) -> None:
@@ -56,10 +50,8 @@ class Pyramid(nn.Module):
 
 
 class PSPNet(nn.Module):
-    """PSPNet: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
-
-    ``width``: channels of the first convolution (64 in the paper). The numbers of channels of all other layers are
-    proportional to it.
+    """PSPNet: from images (N, 3, H, W) to scores of each pixel (N, ``classes``, H, W). All channels scale
+    with ``width``.
     """
 
     def __init__(self, width: int = 64, classes: int = 19) -> None:

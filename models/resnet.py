@@ -1,6 +1,5 @@
-"""ResNet-18/34/50/101/152: He, Zhang, Ren, Sun, CVPR 2016, arXiv:1512.03385.
-
-The strided convolution of a bottleneck block is the 3×3 one («v1.5»), as is usual today, not the first 1×1 one.
+"""ResNet-18/34/50/101/152 (He et al. 2016, arXiv:1512.03385). A bottleneck's strided convolution is the 3×3
+one («v1.5»).
 """
 
 from __future__ import annotations
@@ -27,20 +26,13 @@ EXPANSION = 4
 
 
 def conv(in_channels: int, out_channels: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
-    """Return a convolution without bias, padded so that with stride 1 it keeps the height and width of the image.
-
-    ``in_channels``, ``out_channels``: the numbers of input and output channels. ``size``: the side of the kernel,
-    odd.
-    """
+    """Return a convolution without bias that keeps the image size with stride 1. ``size``: the kernel's side, odd."""
     return nn.Conv2d(in_channels, out_channels, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
 def plain_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return the layers of a plain residual block: two 3×3 convolutions, each followed by batch norm, with ReLU after
-    the first. The shortcut and the last ReLU are not included.
-
-    ``in_channels``: the number of input channels. ``width``: the number of output channels. ``stride``, ``dilation``:
-    those of the first convolution.
+    """Return the layers of a plain residual block, without the shortcut and the last ReLU: two 3×3
+    convolutions with batch norm.
     """
     return nn.Sequential(
         conv(in_channels, width, 3, stride, dilation),
@@ -52,11 +44,10 @@ def plain_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> 
 
 
 def bottleneck_body(in_channels: int, width: int, stride: int, dilation: int = 1) -> nn.Sequential:
-    """Return the layers of a bottleneck block: convolutions 1×1 to ``width`` channels, 3×3, and 1×1 to 4 · ``width``
-    channels. The shortcut and the last ReLU are not included.
+    """Return the layers of a bottleneck block, without the shortcut and the last ReLU, from ``in_channels``
+    to 4 · ``width`` channels.
 
-    Each convolution is followed by batch norm, and the first two also by ReLU. ``in_channels``: the number of input
-    channels. ``stride``, ``dilation``: those of the 3×3 convolution.
+    ``stride``, ``dilation``: of the 3×3 convolution.
     """
     return nn.Sequential(
         conv(in_channels, width, 1),
@@ -71,11 +62,8 @@ def bottleneck_body(in_channels: int, width: int, stride: int, dilation: int = 1
 
 
 class Residual(nn.Module):
-    """A residual block: relu(body(x) + shortcut(x)). The shortcut is the identity, or a strided 1×1 convolution with
-    batch norm if ``body`` changes the shape.
-
-    ``body``: the layers of the branch. ``in_channels``, ``out_channels``: the numbers of its input and output
-    channels. ``stride``: the factor by which ``body`` reduces height and width.
+    """A residual block: relu(body(x) + shortcut(x)). The shortcut is a 1×1 convolution with batch norm if the
+    shape changes.
     """
 
     def __init__(self, body: nn.Sequential, in_channels: int, out_channels: int, stride: int) -> None:
@@ -95,10 +83,8 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet: a network from images (N, 3, H, W) of any size to class scores (N, ``classes``).
-
-    ``depth``: the number of layers: 18, 34, 50, 101 or 152. ``width``: channels of the first convolution. In stage i,
-    from 0, the 3×3 convolutions have ``width`` · 2^i channels.
+    """ResNet: from images (N, 3, H, W) to class scores (N, ``classes``). In stage i, 3×3 convolutions have
+    ``width`` · 2^i channels.
     """
 
     def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:

@@ -1,9 +1,8 @@
-"""RevCol, tiny: Cai et al., «Reversible column networks», ICLR 2023, arXiv:2212.11696.
+"""RevCol, tiny (Cai et al. 2023, arXiv:2212.11696): a sequence of columns, each of four levels with fewer and
+fewer pixels.
 
-The network is a sequence of columns, each of four levels with fewer and fewer pixels. Level l of a column is F(level
-l − 1 of the same column, level l + 1 of the previous column) + γ · (level l of the previous column). So the levels of
-the previous column can be recovered from those of the next one, from the last level to the first: F reads only levels
-that are known by then.
+Level l is F(level l − 1, the previous column's level l + 1) + γ · (its level l). So the previous column can
+be recovered, from the last level to the first.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class ConvNeXt(nn.Module):
-    """A ConvNeXt block: x + f(x), where f is a depthwise 3×3 convolution, layer norm over the channels, and two 1×1
-    convolutions with GELU between them.
-
-    ``width``: the number of input and output channels. Between the 1×1 convolutions there are 4 · ``width`` channels.
+    """A ConvNeXt block with ``width`` channels: x + f(x), with a depthwise 3×3 convolution, layer norm, and
+    two 1×1 convolutions with GELU.
     """
 
     def __init__(self, width: int) -> None:
@@ -51,12 +48,9 @@ class ConvNeXt(nn.Module):
 
 
 class Level(nn.Module):
-    """The function F of one level of a RevCol column. It reads the previous level of the same column and the next
-    level of the previous column.
+    """The function F of one level of a column: ``below`` and ``above`` are the channels of what it reads.
 
-    ``width``: the number of output channels. ``below``: the channels of the previous level. If it equals ``width``,
-    height and width are kept, else halved. ``above``: the channels of the next level of the previous column, or 0 if
-    there is none. ``blocks``: the number of ConvNeXt blocks.
+    If ``below`` differs from ``width``, height and width are halved; ``above`` is 0 if there is none.
     """
 
     def __init__(self, width: int, below: int, above: int, blocks: int) -> None:
@@ -70,23 +64,20 @@ class Level(nn.Module):
         self.blocks = nn.Sequential(*(ConvNeXt(width) for _ in range(blocks)))
 
     def forward(self, below: Tensor, above: Tensor | None) -> Tensor:
-        """Return features (N, ``width``, H, W). Both arguments are projected to this shape and added; then the
-        level's ConvNeXt blocks are applied.
-
-        ``below``: features of the previous level of the same column, (N, C, 2H, 2W); for the first level, the output
-        of the network's first convolution, (N, ``width``, H, W). ``above``: features of the next level of the
-        previous column, (N, C, H ÷ 2, W ÷ 2); None if there are none.
+        """Return features (N, ``width``, H, W) of ``below`` (the same column's previous level) and ``above``
+        (the previous column's next one, or None).
         """
         x = below if self.down is None else self.down(below)
         if self.up is not None and above is not None:
+            # ``above`` has half the height and width.
             x = x + functional.interpolate(self.up(above), scale_factor=2.0, mode="nearest")
         return cast(Tensor, self.blocks(x))
 
 
 class RevCol(nn.Module):
-    """RevCol: a network from images (N, 3, H, W) to class scores (N, ``classes``). H and W must be multiples of 32.
+    """RevCol: from images (N, 3, H, W) to class scores (N, ``classes``), with H and W multiples of 32.
 
-    ``width``: channels of the first of the four levels of each column. They double from level to level.
+    ``width``: the first level's channels, which double from level to level.
     """
 
     def __init__(self, width: int = 64, classes: int = 1000) -> None:

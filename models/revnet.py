@@ -1,11 +1,8 @@
-"""RevNet for CIFAR: Gomez, Ren, Urtasun, Grosse, NeurIPS 2017, arXiv:1707.04585; and a hybrid of RevNet and ResNet.
+"""RevNet for CIFAR (Gomez et al. 2017, arXiv:1707.04585): three stages of additive couplings between halves
+of the channels.
 
-RevNet has three stages of additive couplings between the two halves of the channels. Each function of a coupling has
-two convolutions, with batch norm and ReLU before each. Between stages the image is pooled and projected to more
-channels by a 1×1 convolution, which cannot be inverted.
-
-The paper appends channels of zeros instead of projecting. That is not done here because the gradient of ReLU jumps at
-zero: a zero that is recovered as 1e-9 would get a different gradient.
+Between stages a 1×1 convolution adds channels. The paper adds zeros, at which the gradient of ReLU jumps: a
+zero recovered as 1e-9 would get another gradient.
 """
 
 from __future__ import annotations
@@ -39,10 +36,8 @@ def residual(channels: int) -> nn.Sequential:
 
 
 class HalvesBlock(nn.Module):
-    """An additive coupling of the two halves a, b of the channels of features (N, ``channels``, H, W): a += F(b),
-    then b += G(a). It can be inverted.
-
-    ``channels``: the number of channels, even. F and G each have two 3×3 convolutions.
+    """An additive coupling of the two halves of ``channels`` (even): a += F(b), then b += G(a). F and G have
+    two 3×3 convolutions.
     """
 
     def __init__(self, channels: int) -> None:
@@ -56,11 +51,8 @@ class HalvesBlock(nn.Module):
 
 
 class OrdinaryBlock(nn.Module):
-    """Two ordinary residual blocks, x + f(x), of features (N, ``channels``, H, W). Each f has two 3×3 convolutions.
-    The blocks cannot be inverted.
-
-    The number of convolutions is that of a `HalvesBlock`, the invertible block that this one replaces in hybrid
-    networks.
+    """Two ordinary residual blocks of ``channels``, with as many convolutions as the `HalvesBlock` that they
+    replace.
     """
 
     def __init__(self, channels: int) -> None:
@@ -75,11 +67,9 @@ class OrdinaryBlock(nn.Module):
 
 
 class RevNet(nn.Module):
-    """RevNet for CIFAR: a network from images (N, 3, H, W) to class scores (N, ``classes``).
+    """RevNet for CIFAR: from images (N, 3, H, W) to class scores (N, ``classes``). ``depth``: 38 or 110.
 
-    ``depth``: the number of layers, 38 or 110. ``width``: channels of the first stage, even. ``reversible``: the
-    number of stages, counted from the first of three, that consist of invertible couplings. The others have ordinary
-    residual blocks.
+    ``reversible``: how many of the three stages, from the first, are couplings.
     """
 
     def __init__(self, depth: int = 38, width: int = 32, classes: int = 10, reversible: int = 3) -> None:

@@ -1,8 +1,7 @@
-"""Reversible transformers: Mangalam et al., «Reversible vision transformers», CVPR 2022, arXiv:2302.04869.
+"""Reversible transformers (Mangalam et al. 2022, arXiv:2302.04869): a ViT, an encoder like RoBERTa, and a
+Swin Transformer.
 
-A reversible block is an additive coupling of two tensors a, b: a += attention(norm(b)), then b += mlp(norm(a)). At
-the start of the network a and b are equal. Three networks have such blocks here: a ViT, an encoder like RoBERTa, and
-a Swin Transformer. In the Swin Transformer, the mean of a and b is the input of the next stage.
+A block is a coupling of a, b, equal at first: a += attention(norm(b)), then b += mlp(norm(a)).
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ DROPOUT = 0.1
 def reversible_block(
     width: int, attention: nn.Module, after: Callable[[], nn.Module] = nn.Identity
 ) -> Coupling:
-    """Return a pre-norm transformer block as an additive coupling of two tensors a, b of one shape (..., ``width``):
-    a += after(attention(norm(b))), then b += after(mlp(norm(a))).
+    """Return a pre-norm transformer block as an additive coupling of two tensors (..., ``width``).
 
-    ``width``: the number of features per token. ``attention``: the attention layer; its result has the shape of its
-    input. ``after``: a function that returns a layer, such as dropout; it is called once for each of the two
-    additions.
+    ``after``: makes a layer, such as dropout, for each addition.
     """
     return Coupling(
         nn.Sequential(nn.LayerNorm(width), attention, after()),
@@ -45,10 +41,8 @@ def reversible_block(
 
 
 class RevViT(nn.Module):
-    """A reversible ViT: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
-
-    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the number of
-    features per token.
+    """A reversible ViT: from images (N, 3, ``image``, ``image``), a multiple of 16, to class scores (N,
+    ``classes``).
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 384, classes: int = 1000) -> None:
@@ -68,11 +62,8 @@ class RevViT(nn.Module):
 
 
 class RevBERT(nn.Module):
-    """A reversible BERT: a network from token numbers (N, T) to scores of every token of the vocabulary at each
-    position (N, T, ``vocabulary``), with T ≤ ``positions``.
-
-    ``depth``: the number of blocks. ``width``: the number of features per token. ``vocabulary``: the number of
-    distinct tokens. ``positions``: the largest length of a sequence.
+    """A reversible BERT: from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤
+    ``positions``.
     """
 
     def __init__(
@@ -101,11 +92,10 @@ class RevBERT(nn.Module):
 
 
 class RevSwin(nn.Module):
-    """A reversible Swin Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N,
-    ``classes``).
+    """A reversible Swin Transformer: from images (N, 3, ``image``, ``image``), a multiple of 32, to class
+    scores (N, ``classes``).
 
-    ``image``: the side of the image, a multiple of 32. ``width``: features of the first stage; they double from stage
-    to stage.
+    ``width``: the first stage's features, which double from stage to stage.
     """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:

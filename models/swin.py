@@ -1,7 +1,5 @@
-"""Swin Transformer, tiny: Liu et al., ICCV 2021, arXiv:2103.14030.
-
-Attention is computed within square windows, which are shifted by half a window in every second block. It has a
-learned bias for each relative position of two tokens. Blocks are dropped at random in training (stochastic depth).
+"""Swin Transformer, tiny (Liu et al. 2021, arXiv:2103.14030): attention within square windows, shifted in
+every second block.
 """
 
 from __future__ import annotations
@@ -27,23 +25,21 @@ DROP_PATH = 0.2
 
 
 def window_side(image: int) -> int:
-    """Return the side of the attention windows of a Swin Transformer, in tokens: the largest number up to 7 that
-    divides the side of the features in the last stage.
-
-    That side is ``image`` ÷ 32. It divides the sides of all earlier stages, so the windows fit those, too. ``image``:
-    the side of the image; 224 gives 7, as in the paper; 64 gives 2.
+    """Return the windows' side in tokens: the largest divisor up to 7 of ``image`` ÷ 32; ZooError if 32 does
+    not divide ``image``.
     """
     side, rest = divmod(image, STRIDE)
     if rest or not side:
         raise ZooError(f"Swin needs images of a side divisible by {STRIDE}; the image is {image}×{image}")
+    # It divides the sides of all stages: 7 for 224, as in the paper; 2 for 64.
     return max(w for w in range(1, WINDOW + 1) if side % w == 0)
 
 
 class WindowAttention(nn.Module):
-    """Self-attention within square windows of features (N, H, W, C), with a learned bias for each relative position.
+    """Self-attention within square windows of features (N, ``side``, ``side``, ``width``), with a learned
+    bias per relative position.
 
-    ``width``: the number of features C. ``side``: H and W. ``window``: the side of a window, a divisor of ``side``.
-    ``shifted``: whether the windows are shifted by half their side.
+    ``window``: the side of a window, a divisor of ``side``.
     """
 
     def __init__(self, width: int, side: int, window: int, shifted: bool) -> None:
@@ -72,10 +68,8 @@ class WindowAttention(nn.Module):
 
 
 def relative_positions(window: int) -> Tensor:
-    """Return, for each pair of positions in an attention window, the index of their relative position in the table of
-    biases: (w², w²).
-
-    ``window``: the side w of the window. The table has (2w − 1)² rows, one for each difference of two positions.
+    """Return, for each pair of positions in a window of side w, the row of its difference in a table of (2w −
+    1)²: (w², w²).
     """
     places = torch.cartesian_prod(torch.arange(window), torch.arange(window)).reshape(-1, 2)
     difference = places[:, None] - places[None] + window - 1
@@ -83,14 +77,8 @@ def relative_positions(window: int) -> Tensor:
 
 
 def apart(side: int, window: int, shift: int) -> Tensor:
-    """Return the mask that is added to the attention scores in shifted windows: (windows, 1, w², w²).
-
-    Shifting rolls the features, so a window at the border contains positions from opposite sides of the image. The
-    mask is −100 for pairs of such positions, so that they do not attend to each other, and 0 for all other pairs.
-
-    ``side``: the side of the features. ``window``: the side w of a window, a divisor of ``side``. ``shift``: the
-    number of positions by which the features are rolled; with 0 the mask is zero.
-    """
+    """Return the mask that is added to the scores in shifted windows, (windows, 1, w², w²): −100 or 0."""
+    # A rolled window at the border has positions from opposite sides, which must not attend to each other.
     region = torch.zeros(side, dtype=torch.long)
     if shift:
         region[side - window :] = 1
@@ -101,8 +89,9 @@ def apart(side: int, window: int, shift: int) -> Tensor:
 
 
 class Merge(nn.Module):
-    """Patch merging: concatenates the features of each 2 × 2 neighbouring positions, then applies layer norm and a
-    linear layer. (N, H, W, ``width``) becomes (N, H ÷ 2, W ÷ 2, 2 · ``width``)."""
+    """Concatenates 2 × 2 neighbours, then layer norm and a linear layer: (N, H, W, ``width``) to (N, H ÷ 2, W
+    ÷ 2, 2 · ``width``).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -116,10 +105,10 @@ class Merge(nn.Module):
 
 
 class Swin(nn.Module):
-    """Swin Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
+    """Swin Transformer: from images (N, 3, ``image``, ``image``), a multiple of 32, to class scores (N,
+    ``classes``).
 
-    ``image``: the side of the image, a multiple of 32. ``width``: features of the first stage; they double from stage
-    to stage.
+    ``width``: the first stage's features, which double from stage to stage.
     """
 
     def __init__(self, image: int = 224, width: int = 96, classes: int = 1000) -> None:

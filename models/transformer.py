@@ -17,9 +17,8 @@ HEAD = 64
 
 
 def heads_of(width: int, size: int = HEAD) -> int:
-    """Return the number of attention heads for ``width`` features.
-
-    It is the largest divisor of ``width`` that leaves at least ``size`` features per head; 1 if there is none.
+    """Return the number of heads for ``width`` features: the largest divisor that leaves each ``size`` or
+    more, else 1.
     """
     return max(n for n in range(1, max(1, width // size) + 1) if width % n == 0)
 
@@ -35,10 +34,8 @@ def joined(x: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention within sequences (..., tokens, ``width``). One linear layer computes queries, keys and values.
-
-    ``width``: the number of features per token, divisible by ``heads``. ``causal``: whether a token attends only to
-    itself and earlier tokens.
+    """Self-attention within sequences (..., tokens, ``width``). ``causal``: tokens attend to themselves and
+    earlier ones alone.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
@@ -48,53 +45,37 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the sequence after attention, of the shape of ``x``, (..., tokens, ``width``).
-
-        ``mask``: numbers that are added to the attention scores, of a shape that broadcasts to (..., heads, tokens,
-        tokens); or None.
+        """Return the sequence after attention, in the shape of ``x``. ``mask``: added to scores (..., heads,
+        tokens, tokens), or None.
         """
         q, k, v = (split(part, self.heads) for part in self.packed(x).chunk(3, dim=-1))
         return cast(Tensor, self.out(joined(self.mix(q, k, v, mask))))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return softmax(q kᵀ / √features + mask) v for each head.
-
-        ``q``, ``k``, ``v`` and the result have the shape (..., heads, tokens, features). ``mask``: of a shape that
-        broadcasts to (..., heads, tokens, tokens); or None. If the layer is causal, tokens do not attend to later
-        ones.
+        """Return softmax(q kᵀ / √features + mask) v, of tensors (..., heads, tokens, features), causal if the
+        layer is.
         """
         return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
 
 
 class DroppedAttention(SelfAttention):
-    """Self-attention within sequences (..., tokens, ``width``), with dropout of the attention weights at the rate
-    ``dropout``.
-
-    It is composed of matrix products and softmax, because exporters leave out the dropout of PyTorch's fused
-    attention.
-    """
+    """Self-attention within sequences (..., tokens, ``width``), with dropout of the attention weights."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__(width, heads)
         self.scale, self.dropout = (width // heads) ** -0.5, nn.Dropout(dropout)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return dropout(softmax(q kᵀ / √features + mask)) v for each head.
-
-        ``q``, ``k``, ``v`` and the result have the shape (..., heads, tokens, features). ``mask``: of a shape that
-        broadcasts to (..., heads, tokens, tokens); or None.
-        """
+        """Return dropout(softmax(q kᵀ / √features + mask)) v, of tensors (..., heads, tokens, features)."""
+        # Matrix products and softmax, because exporters leave out the dropout of PyTorch's fused attention.
         scores = q @ k.transpose(-1, -2) * self.scale
         weights = (scores if mask is None else scores + mask).softmax(-1)
         return cast(Tensor, self.dropout(weights) @ v)
 
 
 class CrossAttention(nn.Module):
-    """Attention with queries from one sequence (N, T, ``width``), and keys and values from another (N, S,
-    ``context``).
-
-    ``width``, ``context``: the numbers of features per token of the two sequences. ``heads``: a divisor of ``width``.
-    The projections to queries, keys and values have no biases.
+    """Attention with queries from a sequence (N, T, ``width``), and keys and values from another (N, S,
+    ``context``), without biases.
     """
 
     def __init__(self, width: int, context: int, heads: int) -> None:
@@ -114,23 +95,17 @@ class CrossAttention(nn.Module):
 
 
 def feed_forward(width: int, gelu: str = "none") -> nn.Sequential:
-    """Return two linear layers, from ``width`` to 4 · ``width`` to ``width`` features, with GELU between them.
-
-    ``gelu``: ``none`` for exact GELU, or ``tanh`` for its approximation.
+    """Return linear layers from ``width`` to 4 · ``width`` to ``width``, with GELU between them. ``gelu``:
+    ``none`` (exact) or ``tanh``.
     """
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(gelu), nn.Linear(4 * width, width))
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block for sequences (..., tokens, ``width``): x + attention(norm(x)), then x +
+    """A pre-norm transformer block for (..., tokens, ``width``): x + attention(norm(x)), then x +
     mlp(norm(x)).
 
-    Args:
-        width: the number of features per token.
-        attention: the attention layer. Its result has the shape of its input.
-        gelu: ``none`` for exact GELU in the feed-forward layer, or ``tanh`` for its approximation.
-        after: a function that returns a layer, such as dropout. It is called twice: one layer is applied to the
-            result of attention before that is added, the other to the result of the feed-forward layer.
+    ``after``: makes a layer, such as dropout, for each addition.
     """
 
     def __init__(
@@ -163,10 +138,8 @@ class PostNormBlock(Block):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al., ECCV 2016): in training mode, sets a residual branch to zero for random samples
-    of the batch, and divides it by 1 − ``rate`` for the others.
-
-    ``rate``: the probability that a sample's branch is set to zero.
+    """Stochastic depth (Huang et al. 2016): in training, a sample's branch is zero with probability ``rate``,
+    else divided by 1 − ``rate``.
     """
 
     def __init__(self, rate: float) -> None:

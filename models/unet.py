@@ -1,8 +1,5 @@
-"""U-Net: Ronneberger, Fischer, Brox, MICCAI 2015, arXiv:1505.04597.
-
-As in the paper, there are four poolings, channels double after each, and the upward half has transposed 2×2
-convolutions and concatenated skips. Unlike in the paper, convolutions are padded and have batch norm, as is usual
-today. So the output has the size of the input.
+"""U-Net (Ronneberger et al. 2015, arXiv:1505.04597). Unlike in the paper, convolutions are padded and have
+batch norm.
 """
 
 from __future__ import annotations
@@ -38,12 +35,10 @@ def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """U-Net: a network from images (N, 3, H, W) to class scores of every pixel (N, ``classes``, H, W).
+    """U-Net: from images (N, 3, H, W) to scores of each pixel (N, ``classes``, H, W); ZooError if 16 does not
+    divide H and W.
 
-    ``base``: channels at full resolution. They double with each of the four poolings.
-
-    Raises:
-        ZooError: in `forward`, if H or W is not divisible by 16.
+    ``base``: channels at full resolution.
     """
 
     def __init__(self, base: int = 64, classes: int = 2) -> None:

@@ -17,23 +17,21 @@ GRID = 7
 
 
 def grid_side(image: int) -> int:
-    """Return the side of the grid to which the last features of VGG are averaged, for an image of side ``image``.
+    """Return the side of the grid to which the last features are averaged: the largest divisor up to 7 of
+    ``image`` ÷ 32.
 
-    It is the largest divisor up to 7 of the side of those features, which is ``image`` ÷ 32, rounded down: 224 gives
-    7, as in the paper; 256 gives 4; 32 gives 1. It must be a divisor because ONNX has an average pooling, but no
-    adaptive one.
+    ZooError if ``image`` is below 32.
     """
     side = image // STRIDE
     if side < 1:
         raise ZooError(f"VGG-19 needs images of side {STRIDE} or more; the image is {image}×{image}")
+    # A divisor, because ONNX has no adaptive pooling: 7 for 224, as in the paper; 4 for 256; 1 for 32.
     return max(s for s in range(1, GRID + 1) if side % s == 0)
 
 
 class VGG(nn.Module):
-    """VGG-19: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
-
-    ``image``: the side of the image, which determines the size of the classifier (see `grid_side`). ``width``:
-    channels of the first stage (64 in the paper). The classifier's hidden layers have 64 · ``width`` features.
+    """VGG-19: from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``). All features scale
+    with ``width``.
     """
 
     def __init__(self, image: int = 224, width: int = 64, classes: int = 1000) -> None:

@@ -15,10 +15,8 @@ PATCH = 16
 
 
 class ViT(nn.Module):
-    """Vision Transformer: a network from images (N, 3, ``image``, ``image``) to class scores (N, ``classes``).
-
-    ``image``: the side of the image, a multiple of 16. ``depth``: the number of blocks. ``width``: the number of
-    features per token.
+    """Vision Transformer: from images (N, 3, ``image``, ``image``), a multiple of 16, to class scores (N,
+    ``classes``).
     """
 
     def __init__(self, image: int = 224, depth: int = 12, width: int = 768, classes: int = 1000) -> None:

@@ -215,10 +215,8 @@ def entry(name: str) -> ZooEntry:
 
 
 def build(name: str, **sizes: int | None) -> nn.Module:
-    """Return a network of the zoo in training mode, with weights drawn from torch's global generator.
-
-    ``sizes``: values for some of the names in `SIZES`, such as ``depth``. Missing sizes, and those that are None, get
-    the network's defaults.
+    """Return a network of the zoo in training mode, drawn from torch's global generator. Sizes that are
+    missing or None get defaults.
     """
     row = entry(name)
     return row.make(row.complete(sizes))
@@ -227,12 +225,10 @@ def build(name: str, **sizes: int | None) -> nn.Module:
 def example_inputs(
     name: str, batch: int | None = None, image: int | None = None, *, seed: int = 0, **sizes: int | None
 ) -> tuple[Tensor, ...]:
-    """Return a random batch for a network of the zoo: a tuple of tensors, in the order of the arguments of the
-    network's forward.
+    """Return a random batch, in the order of the forward's arguments. Sizes that are missing or None get
+    defaults.
 
-    ``batch``, ``image``, ``sizes``: values for some of the names in `SIZES`, such as ``tokens``. Missing sizes, and
-    those that are None, get the network's defaults. ``seed``: of a new generator, so torch's global generator does
-    not change.
+    ``seed``: of a generator of its own.
     """
     row = entry(name)
     stated = {"batch": batch, "image": image, **sizes}

@@ -1,9 +1,7 @@
-"""The inner loop of simulated annealing: make random moves, keep or undo each, and adapt the price of bytes over the
-budget.
+"""The inner loop of simulated annealing. The energy is the cost plus a price for each byte over the budget.
 
-The energy of a sequence of op executions is its cost plus the price times the bytes over the budget. A move that
-raises the energy is kept with the probability of Metropolis et al. (1953), exp(−increase ÷ temperature). The random
-number is drawn before the move, so that a move can be abandoned as soon as its increase is too large.
+An increase is accepted with probability exp(−increase ÷ temperature) (Metropolis et al. 1953). Its limit is
+drawn before the move, which can be abandoned early.
 """
 
 from __future__ import annotations
@@ -51,12 +49,11 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` random moves on the annealer's sequence, while the temperature falls geometrically from
-    ``hot`` to ``cold`` (percent of the cost of running each op once). Return the number of moves made.
+    """Make up to ``moves`` random moves while the temperature falls from ``hot`` to ``cold``, and return how
+    many.
 
-    ``mode``: 0 for all kinds of moves; 1 for moves that only change the order of the runs (op executions); 2 for all
-    kinds, until a sequence is within the budget. Fewer moves are made in mode 2, and if free slots or node numbers
-    run short. In the latter case the caller must build a new state, in which the runs are spread evenly.
+    ``mode``: as in `Annealer.cool`. It also ends if free slots or nodes run short; then a new state is
+    needed.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

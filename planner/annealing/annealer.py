@@ -1,11 +1,6 @@
-"""Simulated annealing of schedules with recomputation, for any DAG. What is annealed is a sequence of op executions
-(runs).
+"""Simulated annealing of schedules with recomputation, for any DAG: of a sequence of runs (op executions).
 
-An `Annealer` has one sequence and anneals it in several calls. Between calls progress can be reported, and after an
-interruption the best sequence so far is still available. The random changes are in `moves`, the arrays in `state`.
-
-The best sequence is valid and within the budget; the caller checks it again with the simulator. For the same seed and
-number of moves, the result is the same. It need not be optimal; `bounds` proves how far it can be from the optimum.
+For the same seed and number of moves, the result is the same. `bounds` proves how far it is from the optimum.
 """
 
 from __future__ import annotations
@@ -48,21 +43,17 @@ ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
 
 
 class Annealer:
-    """Simulated annealing of one sequence of runs for a planning problem. A run is one execution of an op or inverse;
-    an op may run several times.
+    """Simulated annealing of one sequence of runs: `load` it with a budget, `cool` it in several calls, take
+    the `best`.
 
-    Usage: `load` a sequence and a budget, `cool` it in several calls, then take the `best` sequence found. The energy
-    that is lowered is the cost of all runs plus a price for each byte over the budget at each run.
-
-    ``seed``: the seed of the random moves. ``keep_order``: whether the first runs of all ops keep the problem's
-    order. Bytes are counted in units of ``unit`` bytes. This is 1, unless the sizes of all tensors sum to more than
-    2^52.
+    ``keep_order``: whether first runs keep the problem's order.
     """
 
     def __init__(self, graph: TrainingGraph, seed: int = 0, keep_order: bool = False) -> None:
         known = recipes(graph, keep_order)
         self.graph, self.ops = graph, known.rows
         workspace = max((o.workspace for o in (*graph.ops, *graph.inverses)), default=0)
+        # Bytes in a unit: 1, unless all sizes sum to more than 2^52.
         self.unit = 1 + (sum(t.bytes for t in graph.tensors) + workspace) // EXACT
         self.number = {op.name: i for i, op in enumerate(self.ops)}
         self.must = [op.name for op, least in zip(self.ops, known.least, strict=True) if least]
@@ -85,9 +76,9 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Return whether `load` can start from a sequence of runs (names of ops and inverses). Every op that must run
-        has to be there, outputs must be written, every tensor must be written before it is read, and first runs must
-        keep the order that the problem requires."""
+        """Return whether `load` can start from ``runs``: all ops that must run, in the required order, with
+        reads and outputs written.
+        """
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)
@@ -99,8 +90,9 @@ class Annealer:
         )
 
     def _is_served(self, runs: Sequence[str]) -> bool:
-        """Return whether each run of a sequence reads only inputs and tensors that earlier runs write, and whether
-        all outputs are written. Names that `load` leaves out are ignored."""
+        """Return whether each run reads inputs and earlier results, and outputs are written. Names that
+        `load` leaves out are ignored.
+        """
         made = set(self.graph.inputs)
         for name in runs:
             if name in self.number:
@@ -111,42 +103,37 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` random moves on the current sequence, while the temperature falls geometrically from
-        ``hot`` to ``cold`` (in percent of the cost of running each op once). Return the number of moves made.
+        """Make up to ``moves`` random moves, while the temperature falls from ``hot`` to ``cold`` (percent of
+        the base cost). Return how many.
 
-        ``mode``: `ALL_MOVES`; `SHIFTS_ONLY`, which only changes the order of the runs; or `UNTIL_FEASIBLE`, which
-        makes all kinds of moves and returns once the sequence is within the budget. Fewer moves than ``moves`` are
-        made in that case, and if the arrays are nearly full.
+        ``mode``: `ALL_MOVES`, `SHIFTS_ONLY` (of the order), or `UNTIL_FEASIBLE`, which ends within the
+        budget.
         """
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
 
     def limit_price(self, most: float) -> None:
-        """Limit the price of bytes over the budget to ``most``: what a unit of them at one run adds to the energy, in
-        percent of the cost of running each op once. The limit holds until it is changed or a sequence is loaded."""
+        """Limit the price of a unit over the budget, in percent of the base cost, until the next limit or `load`."""
         self.state.value[CEILING] = most
 
     def limit_growth(self, growth: float) -> None:
-        """Limit the growth of the price of bytes over the budget, which annealing raises while the sequence does not
-        fit: per move, it rises at most by the factor ``growth``. The limit holds until it is changed or a sequence is
-        loaded."""
+        """Limit the factor by which the price of bytes over the budget rises per move, until the next limit
+        or `load`.
+        """
         self.state.value[GROWTH] = growth
 
     def set_price(self, price: float) -> None:
-        """Set the price of bytes over the budget, and limit it to this value. ``price``: what a unit of these bytes
-        at one run adds to the energy, in percent of the cost of running each op once.
-
-        Annealing may then lower the price, but not raise it, until the price or the limit is set again or a sequence
-        is loaded.
+        """Set the price of a unit over the budget, in percent of the base cost. Annealing may lower it, but
+        not raise it.
         """
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
-        """Return a sequence of runs (names) without the runs that can be removed within ``budget`` bytes. If the
-        sequence exceeds the budget, only runs of ops that cannot be useful are left out.
+        """Return ``runs`` without those that can be removed within ``budget`` bytes, and make it the current
+        sequence.
 
-        The result also becomes the current sequence.
+        Over the budget, only ops that cannot be useful are left out.
         """
         self.load(runs, budget)
         tidy(self.problem, self.state, self._by_cost)
@@ -154,8 +141,7 @@ class Annealer:
 
     @property
     def price(self) -> float:
-        """The current price of bytes over the budget: what a unit of them at one run adds to the energy, in percent
-        of the cost of running each op once."""
+        """The price of a unit over the budget at one run, in percent of the base cost."""
         return float(self.state.value[PRICE])
 
     @property
@@ -165,8 +151,9 @@ class Annealer:
 
     @property
     def best_overhead(self) -> float:
-        """The overhead (cost ÷ cost of running each op once − 1) of the cheapest sequence within the budget since the
-        last `load`. It is infinite if there is none, and 0 if no op costs anything."""
+        """The overhead of the cheapest sequence within the budget since `load`; infinite if there is none, 0
+        without costs.
+        """
         return float(self.state.value[BEST_COST]) / 100 - 1 if self.priced else 0.0
 
     @property
@@ -228,9 +215,10 @@ def compile_annealer() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """Return the annealer's arrays for a sequence of op indices, which are spread evenly over about 1.5 times as many
-    slots (positions). The last item of ``sequence`` is the virtual op that reads all outputs. ``budget``: in the
-    annealer's units of bytes. ``random``: the state of the random numbers."""
+    """Return the annealer's arrays for op indices, spread evenly over about 1.5 times as many slots.
+
+    The last index is the virtual op that reads outputs. ``budget``: in the annealer's units.
+    """
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)
@@ -256,8 +244,9 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
 @kernel
 def _fill(P: Problem, S: State, sequence: Ints) -> None:
-    """Put the runs of a sequence of op indices into the empty state ``S``, evenly spread, and compute the live bytes
-    of each slot, the cost and the bytes over the budget."""
+    """Put op indices into the empty state ``S``, evenly spread, and compute live bytes, cost and bytes over
+    the budget.
+    """
     n, length = S.at.size, sequence.size
     for k in range(length):
         op, slot = sequence[k], (k + 1) * (n - 1) // length
@@ -277,8 +266,7 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
 
 @kernel
 def _count(P: Problem, S: State) -> None:
-    """Compute ``S.mem``, the live bytes of each slot (position). A tensor's bytes are live from each run that writes
-    it to the last read before it is written again."""
+    """Compute ``S.mem``: a tensor is live from a run that writes it to its last read before the next."""
     n = S.at.size
     change = np.zeros(n + 1)
     for s in range(n):

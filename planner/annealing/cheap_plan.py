@@ -1,5 +1,4 @@
-"""The error for a budget that is too small. It names two budgets for which there are plans: the smallest found, and
-the smallest found for plans of little overhead."""
+"""The error for a budget that is too small, with the smallest peak found, and the smallest at little overhead."""
 
 from __future__ import annotations
 
@@ -31,11 +30,10 @@ def cheap_plan(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak found among plans whose overhead is at most `CHEAP` (5 %).
+    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`, by
+    bisection.
 
-    The smallest such peak is bisected, between the smallest peak of any known plan and the smallest of a known cheap
-    plan. For each budget tried, a search by simulated annealing gets an equal part of the effort and ends early once
-    it has a cheap plan. Ctrl-C ends the bisection, and the best plan so far is returned.
+    Ctrl-C ends it with the best plan so far.
     """
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
@@ -72,8 +70,8 @@ def refusal(
     seed: int = 0,
     keep_order: bool = False,
 ) -> InfeasibleBudget:
-    """Return the error that no plan fits a budget. It names the smallest peak found, as a budget that works, and the
-    smallest peak found for plans whose overhead is at most `CHEAP` (5 %).
+    """Return the error that no plan fits a budget, with the smallest peak found and the smallest at an
+    overhead of at most `CHEAP`.
     """
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)

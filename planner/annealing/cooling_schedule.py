@@ -1,26 +1,9 @@
-"""The constants of a search by simulated annealing: initial temperatures, lengths of rounds, how the price of bytes
-over the budget rises, and when to give up.
+"""The constants of a search by simulated annealing, which is a sequence of hot and reheated rounds
+(`restarts`).
 
-A search is a sequence of rounds (`restarts`). A hot round starts from the order without recomputation. It is followed
-by a reheated round, which starts from the best sequence so far at a lower temperature.
-
-Lengths: the local minimum in which a hot round ends is decided early and depends little on the round's length. So
-many short rounds find a good one sooner than a few slow ones. The best length differs between problems. Lengths
-follow the sequence of Luby, Sinclair and Zuckerman (1993), which spends about the same time on each power of two.
-Compared with the best length, it loses at most a logarithmic factor.
-
-Prices: the minimum is decided early because the price of bytes over the budget rises in the first few ten thousand
-moves of a round, whatever its length. Once a plan fits, every other pair of rounds is *gentle*: it is longer, and in
-its hot round the price rises slowly, at the initial temperature. At the smallest budgets, this finds minima that a
-steep rise misses. At others, many steep rises are as good. As long as no plan fits, a slow rise achieves nothing
-within a few thousand moves.
-
-Problems without phases (not training steps): a hot round may first look for a good order of the ops. Whether it does
-depends on which variant has led to the smaller overhead. A second thread searches with another seed. An order that
-saves bytes is found quickly, but may prevent the best recomputations, especially if the problem is nearly a training
-step. Choosing which tensors to recompute takes slow cooling: hot rounds become longer step by step, and the reheated
-rounds between them are short. Reheating alone does not lead from one order to another. So every other reheated round
-first changes the order.
+Lengths follow the sequence of Luby, Sinclair and Zuckerman (1993), because the minimum is decided early in a
+round. For the same reason some pairs are *gentle*: the price of bytes over the budget rises slowly. Without
+phases, hot rounds may first look for an order of the ops, and become longer step by step.
 """
 
 from __future__ import annotations
@@ -30,28 +13,24 @@ from typing import NamedTuple
 
 
 class Ordering(NamedTuple):
-    """A stage of an annealing round that only changes the order of the op executions, in problems without phases.
+    """A stage of a round that changes only the order of the runs, in problems without phases.
 
-    ``share``: the share of the round that the stage takes. ``heat``: the initial and the final temperature. A
-    temperature of 1 is the energy of one tensor of mean size that is over the budget at one execution. The price of
-    bytes over the budget is constant during the stage. If the price rose while nothing fits, no change of the order
-    would be accepted any more.
+    The price is constant: if it rose while nothing fits, no change would be accepted.
     """
 
     share: float
+    """Of the round."""
     heat: tuple[float, float]
+    """The first and the last temperature. 1 is the energy of a mean tensor over the budget at one run."""
 
 
 @dataclass(frozen=True)
 class CoolingSchedule:
-    """The constants of a search by simulated annealing, which is a sequence of rounds. Each round cools a sequence of
-    runs (op executions).
+    """The constants of a search by simulated annealing. Fields without a measurement were chosen by trial,
+    without records.
 
-    A *hot* round starts from the order without recomputation, a *reheated* one from the best sequence so far.
-    Temperatures are in percent of the cost of running each op once. A price of 1 means that a tensor of mean size
-    that is over the budget at one run costs as much as one run of mean cost. Lengths of rounds are multiples of the
-    shortest round. Fields without a measurement were chosen by trial, on the networks of the README and on random
-    layered graphs; the trials were not recorded.
+    Temperatures are in percent of the base cost, lengths in shortest rounds. A price of 1: a mean tensor over
+    the budget at one run costs a mean run.
     """
 
     reorders: bool
@@ -125,11 +104,10 @@ class CoolingSchedule:
     """Without phases: the smallest number of ops for which a second thread is used."""
 
     def hot(self, ops: int) -> float:
-        """Return the initial temperature of a hot round, in percent of the cost of running each op once. ``ops``: the
-        number of ops of the problem.
+        """Return a hot round's first temperature for ``ops`` ops, in percent of the base cost: 30 ÷ ``ops``,
+        about a third of a mean op.
 
-        It is 30 ÷ ``ops``, about a third of the mean cost of an op, but at least 0.1 without phases and at least 0.3
-        with phases. Problems with phases and 600 or more ops get less, because there is no time to cool down.
+        It is bounded from below; large problems with phases get less, because there is no time to cool.
         """
         if self.reorders:
             return max(0.1, 30.0 / max(ops, 1))
@@ -142,9 +120,7 @@ class CoolingSchedule:
         return float(self.growth ** (k // 2) * (self.between if k % 2 and fits else 1.0))
 
     def is_gentle(self, k: int, fits: bool) -> bool:
-        """Return whether annealing round ``k`` is gentle: longer, and if it is a hot round, with a price of bytes
-        over the budget that rises slowly at first. With phases, every other pair of rounds is gentle once a plan
-        within the budget is known (``fits``). Without phases no round is."""
+        """Return whether round ``k`` is gentle: every other pair of rounds with phases, if a plan fits (``fits``)."""
         return not self.reorders and k % 4 >= 2 and fits
 
     def order_budget(self, k: int) -> float:
@@ -153,15 +129,13 @@ class CoolingSchedule:
         return self.loose if k // 2 % 4 >= 2 else 1.0
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
-        """Return whether a hot round of annealing looks for a good order of the ops first. With phases, none does.
-
-        Without phases, hot rounds that look for an order alternate with others until one that does has ended within
-        the budget. Then the variant that has reached the smaller overhead is used, and in every fourth hot round the
-        other one.
+        """Return whether hot round ``k`` looks for an order first; never with phases. Both variants alternate
+        until one has fitted.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):
             return self.reorders and number % 2 == 0
+        # The variant that reached the smaller overhead, and in some rounds the other.
         return (with_order <= without) != (number % self.explored == self.explored - 1)
 
 
@@ -173,8 +147,7 @@ takes about as long."""
 
 
 def luby(k: int) -> int:
-    """Return term k, from 0, of the sequence of Luby, Sinclair and Zuckerman (1993): 1, 1, 2, 1, 1, 2, 4, 1, 1, 2,
-    1, 1, 2, 4, 8, ..."""
+    """Return term k of 1, 1, 2, 1, 1, 2, 4, 1, 1, 2, ... (Luby, Sinclair and Zuckerman 1993), from k = 0."""
     term = k + 1
     while term & (term + 1):  # until it is 2^i - 1, the end of a repetition, which is followed by 2^(i-1)
         term -= (1 << term.bit_length() - 1) - 1

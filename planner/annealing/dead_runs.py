@@ -11,12 +11,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def keeps_order(P: Problem, S: State, node: int) -> bool:
-    """Return whether removing the run ``node`` from the annealer's sequence of op executions (runs) keeps the order
-    that the first runs of ops must have.
-
-    If the run is the first of its op, the op's next run becomes the first. That must be before the first run of the
-    next op in the required order.
-    """
+    """Return whether the removal of the run ``node`` keeps the order that first runs must have."""
     op = S.op[node]
     if S.links.prev[node] >= 0 or P.after[op] < 0:
         return True
@@ -27,11 +22,8 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Return whether the run (op execution) ``node`` can be removed from the annealer's sequence.
-
-    If every sequence must contain the run's op, the run must not be the first of its op. If a sequence may do without
-    the op, earlier runs must have written the tensors that are read from this run, and first runs must keep their
-    required order.
+    """Return whether the run ``node`` can be removed: others still have what they read, and the required
+    order is kept.
     """
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
@@ -45,11 +37,10 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove runs (op executions) whose results nothing reads from the annealer's sequence. The candidates are the
-    first ``waiting`` entries of ``S.queue``, then the runs from which removed ones read, and so on.
+    """Remove runs whose results nothing reads: of the first ``waiting`` entries of ``S.queue``, then of what
+    served them.
 
-    A run is not removed if every sequence must contain it, if first runs would not keep their required order, or if
-    the log of edits is full.
+    Runs that must stay are kept, and all if the log is full.
     """
     while waiting > 0:
         waiting -= 1
@@ -66,10 +57,8 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Append to ``S.queue``, which has ``waiting`` entries, the runs from which ``op`` reads its inputs if it runs at
-    ``slot`` (a position in the annealer's sequence of op executions).
-
-    Return the new number of entries. Runs that do not fit into the queue are left out.
+    """Append to ``S.queue`` the runs from which ``op`` would read at ``slot``, as far as they fit, and return
+    its new length.
     """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
@@ -80,9 +69,9 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Return a random run that can be removed from the annealer's sequence of op executions (runs), as a node number.
-    The run is drawn from the ops that run more often than they must. If the run drawn cannot be removed, or there is
-    no such op, the result is -1."""
+    """Return a random run, of an op that runs more often than it must, that can be removed; -1 if the one
+    drawn cannot.
+    """
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]

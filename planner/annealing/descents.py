@@ -1,5 +1,4 @@
-"""Descents: searches that lower the peak of a plan step by step. They are for budgets that annealing from the order
-without recomputation does not meet."""
+"""Descents: searches that lower a plan's peak step by step, for budgets that annealing does not meet."""
 
 from __future__ import annotations
 
@@ -19,11 +18,7 @@ LAST_HEAT = WITH_PHASES.last_heat
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """The constants of descents: searches that lower the peak of a plan step by step. Temperatures are in percent of
-    the cost of running each op once.
-
-    The values were chosen by trial, on the networks of the README; the trials were not recorded.
-    """
+    """The constants of descents, chosen by trial without records. Temperatures are in percent of the base cost."""
 
     first_step: float = 0.08
     """The share of the peak, without inputs, by which the first step aims to lower the peak."""
@@ -51,29 +46,23 @@ DESCENTS = DescentOptions()
 
 @dataclass
 class Descent:
-    """A search that lowers the peak of a plan step by step by simulated annealing.
-
-    ``annealer``: an annealer for the planning problem. ``budget``: in bytes; the search ends at a peak of at most
-    this. ``ops``: the number of ops of the problem. ``inputs``: the bytes of the problem's inputs, which no schedule
-    frees. ``offer``: a function that simulates a sequence of runs (names of ops) and returns its plan. ``report``:
-    called often, with the effort spent so far. ``options``: the constants of the search.
-    """
+    """A search that lowers a plan's peak step by step by simulated annealing, until it is within ``budget`` bytes."""
 
     annealer: Annealer
     budget: int
     ops: int
+    """Their number."""
     inputs: int
+    """Bytes of the inputs."""
     offer: Callable[[Sequence[str]], Plan]
+    """Simulates a sequence of runs and returns its plan."""
     report: Callable[[Effort], None]
+    """Called often, with the effort spent so far."""
     options: DescentOptions = DESCENTS
 
     def run(self, start: Plan, effort: Effort, until: float, enough: int = 0) -> None:
-        """Lower the peak of a plan step by step, until the peak is within the budget, steps become too small, or
-        ``until`` is spent. Each plan found is passed to ``offer``.
-
-        A step aims at a peak a little below the current one. It anneals at a constant temperature until a sequence
-        has that peak, and then lowers the sequence's cost, because otherwise useless recomputations would accumulate.
-        After a step that fails, the next one aims at half the reduction.
+        """Lower the peak until it is within the budget or ``enough``, steps are too small, or ``until`` is
+        spent. Plans go to ``offer``.
         """
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
@@ -90,6 +79,7 @@ class Descent:
                 heat = (options.heat, options.heat)
                 tried += self._cool(effort, patience - tried, until, heat, UNTIL_FEASIBLE)
             if annealer.feasible:
+                # Otherwise useless recomputations would accumulate.
                 self._cheapen(effort, until)
                 plan = self.offer(annealer.best())
             else:
@@ -98,8 +88,9 @@ class Descent:
             price = annealer.price
 
     def _cheapen(self, effort: Effort, until: float) -> None:
-        """Lower the cost of the sequence that a step of the descent has just found, by annealing within the same
-        budget. It ends after a fixed number of moves, or when ``until`` of ``effort`` (seconds or moves) is spent."""
+        """Lower the cost of the sequence just found within the same budget, by a fixed number of moves or
+        until ``until`` is spent.
+        """
         moves, hot, cold = self.options.cleaning_moves * self.ops, self.options.cleaning_heat, LAST_HEAT
         made = 0
         while made < moves and effort.spent() < until:
@@ -108,11 +99,7 @@ class Descent:
             made += self._cool(effort, moves - made, until, (first, last), ALL_MOVES)
 
     def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
-        """Anneal for a short time, at most ``most`` moves and until ``until`` of ``effort`` (seconds or moves) is
-        spent. Record what was spent, report it, and return the number of moves made.
-
-        ``heat``: the initial and the final temperature. ``mode``: the kinds of moves (see `Annealer.cool`).
-        """
+        """Anneal for one slice of at most ``most`` moves, record and report the effort, and return the moves made."""
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
         clock = time.thread_time()
         made = self.annealer.cool(min(moves, most), *heat, mode)

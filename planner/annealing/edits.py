@@ -1,8 +1,7 @@
-"""The three edits of the annealer's sequence, which can be undone: insert a run (an execution of an op), remove a
-run, move a run.
+"""The three edits of the annealer's sequence: insert, remove and move a run. Each run still has what it
+reads.
 
-After every edit, each run still has what it reads. Edits are recorded in a log, and `undo` reverts them from the last
-to the first. A run may then be in another slot (position) than before, because only the order of the runs matters.
+`undo` reverts them from the last to the first; slots may differ then, but not the order.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from rematplan.planner.caches.numba_kernels import inner
 
 @inner
 def put(S: State, slot: int, source: int) -> None:
-    """Copy the content of the slot ``source`` (run, live bytes and their limit) to the slot ``slot``, and record that
-    the run is there. Slots are positions of the annealer's sequence of op executions (runs)."""
+    """Copy the content of slot ``source`` to ``slot``, and record that the run is there."""
     node = S.at[source]
     S.at[slot] = node
     S.mem[slot] = S.mem[source]
@@ -45,9 +43,9 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """Return an empty slot (position) of the annealer's sequence of op executions (runs) that is just before the run
-    ``node``. If there is none, neighbouring runs are moved by one slot. The live bytes at the slot are set in
-    ``S.mem``."""
+    """Return an empty slot just before the run ``node``, with its live bytes in ``S.mem``; neighbours move if
+    there is none.
+    """
     right = S.links.slot[node]
     across = S.mem[right] - P.written[S.op[node]]  # bytes live both before and after the new slot
     if S.at[right - 1] < 0:
@@ -78,8 +76,9 @@ def make_room(P: Problem, S: State, node: int) -> int:
 
 @inner
 def occupy(P: Problem, S: State, node: int, slot: int) -> None:
-    """Put the run (op execution) ``node`` into an empty slot (position) of the annealer's sequence, of which the live
-    bytes are known. Add bytes over the budget at the slot to the penalty, the sum of these bytes over all slots."""
+    """Put the run ``node`` into an empty slot whose live bytes are known, and add what is over the budget to
+    the penalty.
+    """
     S.at[slot] = node
     S.links.slot[node] = slot
     S.cap[slot] = S.value[BUDGET] - P.workspace[S.op[node]]
@@ -90,8 +89,7 @@ def occupy(P: Problem, S: State, node: int, slot: int) -> None:
 
 @inner
 def vacate(S: State, slot: int) -> None:
-    """Make a slot (position) of the annealer's sequence of op executions empty. Subtract bytes over the budget at the
-    slot from the penalty, the sum of these bytes over all slots."""
+    """Make a slot empty, and subtract what is over the budget there from the penalty."""
     over = S.mem[slot] - S.cap[slot]
     if over > 0.0:
         S.value[PENALTY] -= over
@@ -101,8 +99,7 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert the run ``node`` into the linked list of the runs (executions) of ``op``, after the run ``before``; at
-    the beginning if that is -1. Add the op to the list of those that run more often than they must, if it now does."""
+    """Insert the run ``node`` into the list of the runs of ``op`` after ``before``, or first if that is -1."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -114,6 +111,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
     else:
         S.links.last[op] = node
     S.runs[op] += 1
+    # It now runs more often than it must.
     if S.runs[op] == P.least[op] + 1:
         S.place[op] = S.number[MULTI]
         S.multi[S.number[MULTI]] = op
@@ -122,8 +120,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Remove the run ``node`` from the linked list of the runs (executions) of ``op``. Remove the op from the list of
-    those that run more often than they must, if it no longer does."""
+    """Remove the run ``node`` from the list of the runs of ``op``."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after
@@ -134,6 +131,7 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
     else:
         S.links.last[op] = before
     S.runs[op] -= 1
+    # It no longer runs more often than it must.
     if S.runs[op] == P.least[op]:
         S.number[MULTI] -= 1
         moved = S.multi[S.number[MULTI]]
@@ -143,11 +141,8 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Insert a run of ``op`` into the annealer's sequence of op executions (runs), just before the run ``right``. The
-    new run gets the node number ``node``.
-
-    The tensors that the op reads then stay resident until the new run. Later runs read from the new run what it
-    writes, until that is written again.
+    """Insert a run of ``op`` with number ``node`` just before the run ``right``. Later runs read from it what
+    it writes.
     """
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -175,9 +170,9 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node`` from the annealer's sequence of op executions (runs). Later runs that read from it then
-    read from the latest earlier run that writes the tensor. For each tensor that is read from the removed run, there
-    must be such an earlier run."""
+    """Remove the run ``node``. Its readers read from the latest earlier run that writes the tensor, which
+    must exist.
+    """
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -203,8 +198,9 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move the run ``node`` in the annealer's sequence of op executions (runs) to just before the run ``right``. It
-    must not pass a run from which it reads or that reads from it."""
+    """Move the run ``node`` to just before the run ``right``. It must not pass a run from which it reads, or
+    its reader.
+    """
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
@@ -233,8 +229,7 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def do_insert(P: Problem, S: State, op: int, right: int) -> int:
-    """Insert a run of ``op`` just before the run ``right`` in the annealer's sequence of op executions (runs), record
-    this in the log for `undo`, and return the node number of the new run."""
+    """Insert a run of ``op`` just before the run ``right``, log it for `undo`, and return its node."""
     S.number[FREE] -= 1
     node = S.free[S.number[FREE]]
     insert(P, S, node, op, right)
@@ -244,8 +239,7 @@ def do_insert(P: Problem, S: State, op: int, right: int) -> int:
 
 @inner
 def do_remove(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node`` from the annealer's sequence of op executions (runs), and record this in the log for
-    `undo`. The node number is not used again before `commit`."""
+    """Remove the run ``node`` and log it for `undo`. Its number is free after `commit`."""
     slot = S.links.slot[node]
     remove(P, S, node)
     note(S, REMOVED, node, node_after(S.at, slot))
@@ -253,8 +247,7 @@ def do_remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def do_shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move the run ``node`` to just before the run ``right`` in the annealer's sequence of op executions (runs), and
-    record this in the log for `undo`."""
+    """Move the run ``node`` to just before the run ``right``, and log it for `undo`."""
     was = node_after(S.at, S.links.slot[node])
     shift(P, S, node, right)
     note(S, SHIFTED, node, was)
@@ -262,8 +255,7 @@ def do_shift(P: Problem, S: State, node: int, right: int) -> None:
 
 @inner
 def note(S: State, kind: int, node: int, right: int) -> None:
-    """Append an edit of the run (op execution) ``node`` to the log. ``kind``: `INSERTED`, `REMOVED` or `SHIFTED`.
-    ``right``: the run before which `undo` puts ``node``, if the edit removed or moved it."""
+    """Log an edit (`INSERTED`, `REMOVED` or `SHIFTED`) of the run ``node``, which `undo` puts before ``right``."""
     row = S.log[S.number[LOGGED]]
     row[0], row[1], row[2] = kind, node, right
     S.number[LOGGED] += 1
@@ -288,8 +280,7 @@ def undo(P: Problem, S: State) -> None:
 
 @inner
 def commit(S: State) -> None:
-    """Make the edits of the annealer's sequence since the last commit final: `undo` no longer reverts them. The node
-    numbers of removed runs (op executions) become free."""
+    """Make the logged edits final, and free the numbers of removed runs."""
     for k in range(S.number[LOGGED]):
         if S.log[k, 0] == REMOVED:
             S.free[S.number[FREE]] = S.log[k, 1]

@@ -1,9 +1,7 @@
-"""The random moves of simulated annealing on a sequence of runs (op executions). `anneal_loop` decides which moves
-are kept.
+"""The random moves of simulated annealing on a sequence of runs; `anneal_loop` decides which are kept.
 
-Source: FastSA (NeurIPS 2023) anneals such a sequence with single additions, removals and rotations. Here one addition
-inserts a whole chain of recomputations, and removes the earlier runs that nothing reads any more. So it can also move
-a first run to a later position.
+FastSA (NeurIPS 2023) adds, removes or rotates one run. Here one addition inserts a chain of recomputations
+and removes runs that become useless.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random run from the annealer's sequence of op executions (runs), and the runs whose results only it
-    read. The run is drawn from the ops that run more often than they must. Return False, and change nothing, if that
-    run cannot be removed."""
+    """Remove a random run, and what only it read. Return False, without a change, if the run drawn cannot be
+    removed.
+    """
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -66,8 +64,9 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run of the annealer's sequence of op executions (runs) to another position, such that every run
-    still reads from the same runs. Return False, and change nothing, if the run drawn cannot be moved."""
+    """Move a random run such that each run still reads from the same runs. Return False, without a change, if
+    that is impossible.
+    """
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:
@@ -93,10 +92,8 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots (positions), low and high, of the annealer's sequence of op executions (runs). The run
-    ``node`` can be moved anywhere strictly between them, and every run then still reads from the same runs.
-
-    If the run is the first of its op, and first runs must keep an order, the order is kept there, too.
+    """Return two slots between which the run ``node`` can be moved, such that each run reads from the same
+    runs and orders are kept.
     """
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
@@ -130,15 +127,13 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """Return the first run (node number) of the annealer's sequence of op executions (runs) at or after a random slot
-    (position). The slot is at least ``start``."""
+    """Return the first run at or after a random slot that is at least ``start``."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 
 @inner
 def choose_slot(S: State, over: bool) -> int:
-    """Return a random slot (position) of the annealer's sequence of op executions. With ``over``, return the next one
-    from there at which more bytes are live than the budget allows, if there is any."""
+    """Return a random slot; with ``over``, the next one from there that is over the budget, if there is any."""
     slot = below(S.random, S.at.size)
     if not over or S.value[PENALTY] <= HALF:
         return slot
@@ -148,11 +143,8 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence of op executions) but
-    not used there, so that it could be freed and recomputed.
-
-    The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
-    ``slot``, which is a read or the run that writes it. They are (-1, -1, -1) if no draw finds a tensor.
+    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last
+    use), or three times -1.
     """
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
@@ -172,15 +164,10 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Free a tensor that is live but unused at a random slot (position) of the annealer's sequence of op executions,
-    and recompute it before its next read, together with other tensors that this needs. Return False, and change
-    nothing, if there is no such tensor or the recomputations cannot be inserted.
+    """Free a tensor that is unused at a random slot, and recompute it, with what that needs, before its next
+    read. Return False if that fails.
 
-    The recomputation is just before the next read, or earlier while its inputs are resident.
-
-    ``over``: choose a slot at which more bytes are live than the budget allows, if there is any. ``allowed``: the
-    largest increase of the energy, which is cost + price · bytes over the budget. A chain of recomputations that must
-    exceed it is given up early.
+    ``allowed``: the largest increase of the energy. ``over``: prefer a slot over the budget.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -215,11 +202,10 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 
 @inner
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
-    """Make one random move on the annealer's sequence of op executions (runs). Return False if the move failed; the
-    caller must then undo the edits, of which some may have been made.
+    """Make one random move. Return False if it failed; then the caller must undo the edits made.
 
-    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. Moves that must
-    exceed it are given up early. ``orders_only``: whether only to change the order of the runs.
+    ``allowed``: the largest increase of the energy, at which moves are given up. ``orders_only``: change the
+    order alone.
     """
     kind = uniform(S.random)
     if orders_only:
@@ -240,11 +226,8 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """Make one random move on the annealer's sequence of op executions, in a problem without phases (not a training
-    step). Return False if the move failed; the caller must then undo the edits, of which some may have been made.
-
-    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget. ``kind``: a random
-    number in [0, 1) that selects the kind of move.
+    """Make one random move in a problem without phases, chosen by ``kind`` in [0, 1). Return False if it
+    failed; then undo.
     """
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)

@@ -1,14 +1,8 @@
-"""The moves of simulated annealing for problems without phases, in which ops read many tensors and tensors have many
-readers.
+"""The moves for problems without phases, in which tensors have many readers. A *drop* frees a tensor and
+recomputes it later.
 
-A *drop* frees a tensor early and recomputes it later. It is cheap only while the inputs of the tensor's op are
-resident. So drops help or hinder each other, like the vertices of an independent set: an input that stays resident
-for one drop can also serve the recomputation of other tensors, but cannot be dropped itself. Therefore one move
-combines a drop with other drops that the same resident inputs make cheap (`drop_siblings`), and reverts drops of
-tensors that would now be cheaper to keep (`hold_inputs`). The move is kept or undone as a whole.
-
-Source: the combination is that of a local search for independent sets (Andrade, Resende, Werneck 2012): insert a
-vertex, remove its neighbours, insert vertices that have become free.
+It is cheap while its op's inputs are resident, so one move combines it with drops that these make cheap, and
+reverts others: a local search for independent sets (Andrade, Resende, Werneck 2012).
 """
 
 from __future__ import annotations
@@ -50,11 +44,8 @@ ROOM = 64  # log lines that are left free for the runs that become useless
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live at ``slot`` (a position in the annealer's sequence of op executions) but
-    not used there, so that it could be freed and recomputed.
-
-    The result has three numbers: the run that reads the tensor next, the tensor, and the slot of its last use before
-    ``slot``. They are (-1, -1, -1) if no draw finds a tensor.
+    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last
+    use), or three times -1.
     """
     for _ in range(TRIES):
         t = below(S.random, P.size.size)
@@ -69,12 +60,10 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the positions in the annealer's sequence of the last use of ``tensor`` before the position ``slot``, and
-    of the first read after it. Only uses of the result of the run (op execution) ``server`` count, not those of a
-    later recomputation.
+    """Return the slots of the last use before ``slot`` and of the first read after it, of the result of the
+    run ``server``.
 
-    The first number is the slot of ``server`` if nothing reads the tensor before ``slot``. The second is `NO_SLOT` if
-    the tensor is read at ``slot`` itself, or never after it.
+    Without one before it is the run's slot; `NO_SLOT` if it is read at ``slot``, or not after.
     """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
@@ -95,14 +84,8 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """Return a lower estimate of the energy (cost + price · bytes over the budget) saved if ``op`` runs again just
-    before the position ``stop`` of the annealer's sequence of op executions (runs), and the earlier run of ``op``
-    whose results can then be freed earlier.
-
-    Memory is saved for those results that are unused from the position ``slot`` to ``stop`` and read later. The cost
-    of ``op`` is subtracted, unless the earlier run can then be removed. The cost of keeping the inputs of ``op``
-    resident until ``stop`` is not subtracted. The run is -1 if no memory is saved. The result is (0.0, -1) if a
-    tensor of ``op`` has not been written before ``slot``, or is written again between ``slot`` and ``stop``.
+    """Return a lower estimate of the energy saved if ``op`` runs again just before ``stop``, and the earlier
+    run to be freed, or -1.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -115,6 +98,7 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
         if end < slot and end_of(P.flow, S.links, t, before, -1) >= stop:
             saved -= S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t])
             server = before
+    # The earlier run cannot be removed. The cost of holding the inputs until ``stop`` is not counted.
     if not unread or server < 0 or (S.links.prev[server] < 0 and not keeps_order_at(P, S, op, stop)):
         saved -= P.cost[op]
     return saved, server
@@ -122,9 +106,9 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Recompute the results of further ops just before the run (op execution) ``node``, so that their earlier results
-    are freed before ``slot``, a position in the annealer's sequence. The ops are those that share an input with
-    ``op``, if this saves more energy (cost + price · bytes over the budget) than it costs."""
+    """Recompute ops that share an input with ``op`` just before the run ``node``, if that saves more energy
+    than it costs.
+    """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -144,9 +128,9 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Keep the inputs of ``op``, which runs at ``slot`` (a position in the annealer's sequence of op executions),
-    resident longer if that is now cheaper than to recompute them later. The later runs that recompute them are
-    removed."""
+    """Keep inputs of ``op`` at ``slot`` resident longer, and remove later runs that recompute them, if that
+    is cheaper.
+    """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -158,12 +142,8 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """Return an estimate of the increase of the energy (cost + price · bytes over the budget) if the run ``node`` is
-    removed from the annealer's sequence of op executions (runs). Later reads of its results then use those of earlier
-    runs.
-
-    The estimate is exact if the run reads nothing and writes one tensor. It is -inf if an earlier run from which this
-    one reads may become useless, too.
+    """Return an estimate of the increase of the energy if the run ``node`` is removed; -inf if a run that
+    served it may become useless.
     """
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
@@ -188,9 +168,9 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random run of an op that runs more often than it must from the annealer's sequence of op executions
-    (runs), unless the energy (cost + price · bytes over the budget) would rise by more than ``allowed``. Return
-    whether a run was removed."""
+    """Remove a random spare run, unless the energy would rise by more than ``allowed``. Return whether one
+    was removed.
+    """
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False
@@ -200,11 +180,10 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Draw a few random tensors that are live but unused at ``slot`` (a position in the annealer's sequence of op
-    executions), and choose the one whose recomputation saves the most energy. Return the op that writes it, and the
-    run before which to run that op again.
+    """Return the op, of a few tensors unused at ``slot``, whose recomputation saves the most energy, and the
+    run before which to run it.
 
-    The op is -1 if every choice would raise the energy by ``allowed`` or more.
+    The op is -1 if all raise the energy by ``allowed`` or more.
     """
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
@@ -225,11 +204,10 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Free a tensor that is live but unused at ``slot`` (a position in the annealer's sequence of op executions), and
-    recompute it later. Do the same, at random, with other tensors for which this becomes cheaper (`drop_siblings`).
+    """Free a tensor that is unused at ``slot`` and recompute it later, at random with others that this makes
+    cheap. Return False if that fails.
 
-    Return False, and change nothing, if there is no such tensor or the recomputations cannot be inserted.
-    ``allowed``: the largest increase of the energy, which is cost + price · bytes over the budget.
+    ``allowed``: the largest increase of the energy.
     """
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False

@@ -20,20 +20,18 @@ are counted in units of several bytes: sizes are rounded up, budgets down."""
 
 @dataclass(frozen=True)
 class Recipes:
-    """The ops and inverses that a schedule may run. An inverse computes a tensor from tensors that were computed from
-    it.
-
-    ``rows``: first the ops that every schedule without inverses runs, then ops that only inverses need, then
-    inverses. ``least``: for each of ``rows``, how often every schedule must run it at least: 0 or 1.
-    """
+    """The ops and inverses that a schedule may run."""
 
     rows: tuple[Op, ...]
+    """Ops that every schedule without inverses runs, then ops for inverses, then inverses."""
     least: tuple[int, ...]
+    """By row: how often every schedule must run it, 0 or 1."""
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful in a schedule. With ``keep_order``, these are the ops that every
-    schedule without inverses runs, and the inverses that read only inputs and what those ops write."""
+    """Return the ops and inverses that may be useful; with ``keep_order``, inverses read only inputs and what
+    needed ops write.
+    """
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -51,11 +49,10 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that write a tensor that an output, a useful op or another useful inverse needs. ``base``:
-    the ops that every schedule without inverses runs.
+    """Return the inverses that an output, a needed op (``base``) or another useful inverse needs, without
+    writes that they read.
 
-    From the ``writes`` of each inverse, tensors that it also reads are removed. With ``keep_order``, inverses that
-    read anything else than inputs and tensors of ``base`` are left out.
+    With ``keep_order``, they read inputs and results of ``base`` alone.
     """
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}
@@ -77,11 +74,10 @@ def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool)
 
 
 def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: bool) -> Problem:
-    """Return a planning problem as arrays for the annealer. Ops are numbered as in ``known.rows``. A virtual last op
-    reads all outputs.
+    """Return a problem as arrays, with ops numbered as in ``known.rows`` and a virtual last op that reads
+    outputs.
 
-    ``known``: the ops and inverses that may run. ``unit``: the number of bytes that count as 1. ``keep_order``:
-    whether the first runs of all ops keep the problem's order.
+    ``unit``: the bytes that count as 1.
     """
     inputs = set(graph.inputs)
     ops = known.rows
@@ -135,8 +131,9 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:
-    """Return, for each op index, the last op before it in ``places`` whose name is in ``ordered``. It is -1 if there
-    is none, and for ops that are not in ``ordered``. ``places``: all indices of ``ops``, in the order that counts."""
+    """Return, for each op in ``ordered``, the last such op before it in ``places``; -1 if there is none, and
+    for others.
+    """
     found, last = np.full(len(ops) + 1, -1, dtype=np.int64), -1
     for i in places:
         if ops[i].name in ordered:

@@ -1,8 +1,6 @@
-"""Chains of recomputation: which ops must run again before a position in the annealer's sequence so that an op can
-run there, and the insertion of the chain.
+"""Chains of recomputation: the ops that must run again so that an op can run at a slot, inserted at once.
 
-FastSA (NeurIPS 2023) inserts one op execution at a time. Inserting a whole chain avoids the intermediate sequences,
-which cost more and save no memory yet.
+Intermediate sequences would cost more without saving memory yet.
 """
 
 from __future__ import annotations
@@ -65,15 +63,10 @@ def a_length(S: State) -> int:
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect in ``S.chain`` the ops that are to run just before ``slot`` (a position in the annealer's sequence of
-    op executions) so that ``op`` can run there, ``op`` included, in ascending order. Return their number. It is 0 if
-    they cost more than ``limit`` or an op that is needed cannot be added.
+    """Collect in ``S.chain``, ascending, the ops to run before ``slot`` so that ``op`` can run there, and
+    return their number.
 
-    For each tensor that a collected op reads, there are three cases. If no earlier run writes the tensor, an op that
-    writes it is collected. If the tensor is live until the slot, nothing is done. Else the tensor either stays
-    resident longer, or an op that writes it is collected, if that op may run again and the chain is short enough. In
-    some calls, chosen at random, this depends on the price of the memory times a random factor; in the others it is
-    random.
+    It is 0 if they cost more than ``limit`` or cannot be added.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN
@@ -102,6 +95,8 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
             end = end_of(P.flow, S.links, t, server, -1)
             if end >= slot or is_spent(P, S, producer):
                 continue
+            # A tensor that is not live is held longer or recomputed: by the price of its memory, or at
+            # random.
             if greedy:
                 holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
                 again = holding > P.cost[producer] * (0.3 + 2.7 * uniform(S.random))
@@ -133,9 +128,9 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """Return the run before which ``op`` can run again early, while an input is still live. It is the first run
-    between ``slot`` (a position in the annealer's sequence of op executions) and ``reader`` that is the last reader
-    of one of the inputs; ``reader`` if there is none."""
+    """Return the first run between ``slot`` and ``reader`` that reads an input of ``op`` last, before which
+    ``op`` can run again; else ``reader``.
+    """
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -150,9 +145,9 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """Return an estimate of the cost of having the inputs of ``op`` resident at ``slot`` (a position in the
-    annealer's sequence of op executions). Each input either stays resident until then or is recomputed, whichever is
-    cheaper. Inputs that no earlier run writes count as 0."""
+    """Return an estimate of the cost of inputs of ``op`` at ``slot``, each held or recomputed; those never
+    written count 0.
+    """
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -168,8 +163,7 @@ def supply(P: Problem, S: State, op: int, slot: int) -> float:
 
 @inner
 def is_collected(P: Problem, S: State, tensor: int) -> bool:
-    """Return whether an op of the chain of recomputations ``S.chain`` writes ``tensor``. Only ops that are marked in
-    ``S.stamp`` count; `arrange` removes the mark once an op has its final position."""
+    """Return whether a marked op (``S.stamp``) of the chain writes ``tensor``."""
     if P.flow.producer[tensor] >= 0:
         return bool(S.stamp[P.flow.producer[tensor]] == 1)
     for k in range(P.flow.makers_at[tensor], P.flow.makers_at[tensor + 1]):  # noqa: SIM110 - numba compiles no generators
@@ -180,11 +174,8 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add ``op`` to the chain of recomputations ``S.chain``, because the chain reads a tensor of ``op`` that nothing
-    in the annealer's sequence writes earlier.
-
-    ``length``, ``cost``: those of the chain. Return its new length and the same cost. The cost is infinite if the
-    chain is full or the op may not run again.
+    """Add ``op`` to the chain, which needs it. Return its length and cost; infinite if it is full or ``op``
+    may not run again.
     """
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
@@ -195,12 +186,8 @@ def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int
 
 @inner
 def arrange(P: Problem, S: State, length: int) -> int:
-    """Order the first ``length`` ops of the chain of recomputations ``S.chain`` so that each comes after the ops that
-    write its reads. Return ``length``, or 0 if there is a cycle.
-
-    Only inverses (ops that compute a tensor from tensors that were computed from it) make this necessary. Without
-    them, ascending op numbers are a valid order.
-    """
+    """Order the chain so that each op comes after those that write its reads. Return ``length``, or 0 for a cycle."""
+    # Without inverses, ascending op numbers are a valid order.
     for k in range(length):
         S.stamp[S.chain[k]] = 1
     placed = 0
@@ -230,9 +217,9 @@ def waits(P: Problem, S: State, op: int) -> bool:
 
 @inner
 def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
-    """Return whether the run ``node`` could be removed from the annealer's sequence of op executions (runs) if its op
-    ran again at ``slot`` (a position). That is so if nothing reads its results before the slot, and the order that
-    first runs must have is kept."""
+    """Return whether the run ``node`` could be removed if its op ran again at ``slot``: nothing reads it
+    earlier, and orders are kept.
+    """
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
@@ -242,16 +229,15 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
 
 @inner
 def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
-    """Return whether the first run of ``op`` can be at ``slot`` (a position in the annealer's sequence of op
-    executions), if first runs must keep an order: it must be before the first run of the next op in that order."""
+    """Return whether the first run of ``op`` can be at ``slot``: before that of the next op in the required order."""
     return bool(P.after[op] < 0 or slot <= S.links.slot[S.links.first[P.after[op]]])
 
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Insert a run of each of the first ``length`` ops of ``S.chain`` into the annealer's sequence of op executions
-    (runs), just before the run ``reader``. Remove earlier runs that nothing reads any more. ``S.chain`` then has the
-    node numbers of the new runs."""
+    """Insert runs of the chain's ops just before the run ``reader``, and remove runs that nothing reads. The
+    chain then has nodes.
+    """
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):
@@ -266,8 +252,9 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Fill ``S.queue`` with the latest earlier runs (op executions) that write the tensors of the run ``node``.
-    Perhaps nothing reads their results any more. Return their number. It is 0 if ``node`` itself was removed."""
+    """Fill ``S.queue`` with the latest earlier runs that write what ``node`` writes, and return their number;
+    0 if it was removed.
+    """
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # the run itself was removed
         return 0

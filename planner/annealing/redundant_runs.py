@@ -10,11 +10,10 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def tidy(P: Problem, S: State, order: Ints) -> None:
-    """Remove every run (op execution) whose removal leaves the annealer's sequence valid and within its budget. Runs
-    whose results only it read are removed together with it.
+    """Remove runs, with what only they read, whose removal keeps the sequence valid and within budget; over
+    budget, none.
 
-    Ops are tried in the order ``order``, repeatedly, until nothing more can be removed. The result is deterministic,
-    and the cost never rises. A sequence over its budget is left unchanged.
+    Ops are tried in ``order`` until nothing changes.
     """
     if S.value[PENALTY] >= HALF:
         return

@@ -1,8 +1,7 @@
-"""The rounds of a search by simulated annealing.
+"""The rounds of a search by simulated annealing: hot ones from the order without recomputation, reheated ones
+from the best sequence.
 
-A hot round starts from the order without recomputation at a high temperature. A reheated round starts from the best
-sequence so far at a lower one. As long as no plan fits the budget, all rounds are hot. They start from that order and
-from the starts that the caller gave, one after the other. Temperatures and lengths are in `cooling_schedule`.
+As long as no plan fits, all are hot, and start from the caller's starts too.
 """
 
 from __future__ import annotations
@@ -33,22 +32,17 @@ from rematplan.planner.core.strategy import INTERRUPTS
 
 @dataclass
 class Search:
-    """A search by simulated annealing for the cheapest plan of the problem ``graph`` within ``budget`` bytes.
-
-    ``seed``: the seed of the random moves. ``keep_order``: whether the first executions of all ops keep the problem's
-    order. ``enough``: a function that is given an overhead and returns whether the search may end with it. Infinity
-    means that no plan fits yet. ``report``: a function that is called often, with the share of the effort that is
-    spent and the best overhead so far, or None if no plan fits yet. ``best``: the cheapest plan within the budget so
-    far, or None. ``smallest``: the plan with the smallest peak so far, or None. ``twin``: the search of a second
-    thread with another seed, or None.
-    """
+    """A search by simulated annealing for the cheapest plan of ``graph`` within ``budget`` bytes."""
 
     graph: TrainingGraph
     budget: int
     seed: int = 0
     keep_order: bool = False
+    """Whether first runs keep the problem's order."""
     enough: Callable[[float], bool] = lambda _: False
+    """Whether the search may end with an overhead; infinite if no plan fits yet."""
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
+    """Called often, with the share spent and the best overhead, or None if no plan fits yet."""
     suggest: Callable[[], Sequence[str]] = tuple
     """A function that returns a sequence of op names to start from, perhaps over the budget, or an empty one. It is
     called before each round that can use it."""
@@ -56,8 +50,11 @@ class Search:
     """The rounds k, by k mod 4, that start from the sequence that ``suggest`` returns. Odd (reheated) rounds anneal
     it for a first part of their length, even ones for all of it."""
     best: Plan | None = None
+    """The cheapest plan within the budget so far."""
     smallest: Plan | None = None
+    """The plan with the smallest peak so far."""
     twin: Search | None = None
+    """The search of a second thread with another seed, or None."""
     reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
     """The least overhead at the end of a hot round, for rounds that looked for an order of the ops first (key True)
     and for those that did not (key False). Infinite if none of these rounds ended within the budget."""
@@ -76,17 +73,16 @@ class Search:
 
     @property
     def overhead(self) -> float:
-        """The overhead of the best plan within the budget so far, found by this thread or the second one. Infinite if
-        there is none. Other threads may read it."""
+        """The least overhead within the budget so far, of both threads; infinite if there is none. Any thread
+        may read it.
+        """
         best = self.best
         own = math.inf if best is None else best.estimate.overhead
         return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
-        """Return the cheapest plan within the budget that the search finds, ``starts`` included, or None.
-
-        A `KeyboardInterrupt` or `Enough` ends the search. Then the best plan so far is returned and ``interrupted``
-        is set. If no plan fits yet, the exception is raised again.
+        """Return the cheapest plan within the budget that is found, or None. An interrupt ends it and sets
+        ``interrupted``; it is raised if no plan fits yet.
         """
         self.prepare(starts)
         begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
@@ -104,9 +100,9 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Simulate the order without recomputation and ``starts`` (sequences of op names). Remove recomputations that
-        the budget, or the sequence's own peak if that is larger, does not need. Record the best plans. Starts that
-        are invalid or break a required order are ignored."""
+        """Simulate and tidy the order without recomputation and ``starts``, and record the best plans. Starts
+        that `accepts` refuses are ignored.
+        """
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -131,15 +127,16 @@ class Search:
         return WITH_PHASES if self.graph.has_phases or self.keep_order else WITHOUT_PHASES
 
     def _wants_twin(self, effort: Effort) -> bool:
-        """Return whether to search in a second thread, too: for large problems without phases, if there is more than
-        one CPU. Not if moves are counted, because the result would then depend on the number of CPUs."""
+        """Return whether to search in a second thread, too: large problems without phases on several CPUs,
+        unless moves are counted.
+        """
         schedule = self.schedule
         large = schedule.reorders and len(self.base) >= schedule.two_threads
+        # With counted moves, the result must not depend on the number of CPUs.
         return large and not effort.moves and (os.cpu_count() or 1) > 1
 
     def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: Effort) -> None:
-        """Search in this thread and, with another seed, in a second one. Then add the best plans of the second thread
-        to those of this one. ``starts``: sequences of op names for the second thread to start from."""
+        """Search in this thread and, with another seed, in a second one, and take over its best plans."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
         other = Effort(effort.left)
 
@@ -173,12 +170,10 @@ class Search:
         self.ended_early = stale >= schedule.patience
 
     def _round(self, k: int, length: float, effort: Effort) -> None:
-        """Run annealing round ``k``: hot if ``k`` is even or no plan fits yet, else reheated. ``length``: seconds or
-        moves, taken from ``effort``.
+        """Run round ``k`` for ``length`` of ``effort``: hot if ``k`` is even or no plan fits, else reheated.
+        Descents may follow.
 
-        A hot round starts from the order without recomputation, or from one of the starts as long as no plan fits. If
-        ``suggest`` returns a sequence for this round, that is annealed first, or instead if ``k`` is even. If no plan
-        fits afterwards, or nothing better was found, descents may follow, which lower the peak step by step.
+        A sequence that ``suggest`` returns is annealed first, or instead if ``k`` is even.
         """
         annealer, before, schedule = self.annealer, self.best, self.schedule
         hot = schedule.hot(len(self.base))
@@ -206,11 +201,8 @@ class Search:
                 self.descend(effort, until, from_base=True)
 
     def _cool_from_start(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded sequence from ``hot``, the initial temperature of a hot round. ``length``: seconds or
-        moves, taken from ``effort``.
-
-        Depending on the round number ``k``, the order of the sequence is improved first, or the price of bytes over
-        the budget rises slowly first.
+        """Anneal the loaded sequence from ``hot``, for ``length`` of ``effort``, perhaps after a stage for
+        the order or a slow price.
         """
         schedule = self.schedule
         orders = schedule.looks_for_order(k, self.reached[True], self.reached[False])
@@ -224,9 +216,7 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _reheat(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the best sequence so far, which is loaded. The initial temperature is a share of ``hot``. In
-        problems without phases, every other reheated round first changes the order and then begins at ``hot``.
-        ``length``: seconds or moves, taken from ``effort``."""
+        """Anneal the loaded best sequence at a share of ``hot``; without phases, every other time reordered first."""
         schedule = self.schedule
         shaken = schedule.reorders and k % 4 == 1
         if shaken:
@@ -237,9 +227,9 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _raise_price_slowly(self, hot: float, length: float, effort: Effort) -> float:
-        """Raise the price of bytes over the budget slowly at the constant temperature ``hot``, until the sequence
-        fits or a share of the round is over. Return the seconds or moves spent. ``length``: the length of the round
-        in seconds or moves."""
+        """Raise the price of bytes over the budget slowly at ``hot``, until the sequence fits or a share of
+        ``length`` is over. Return what was spent.
+        """
         annealer, schedule = self.annealer, self.schedule
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
@@ -265,8 +255,9 @@ class Search:
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
-        """Change only the order of the current runs, by annealing, so that few bytes exceed the budget times
-        ``share``. The stage takes ``ordering.share`` of ``length`` (seconds or moves)."""
+        """Change the order of the current runs alone, for ``share`` of the budget. It takes
+        ``ordering.share`` of ``length``.
+        """
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
         annealer.load(annealer.current(), int(share * self.budget), price)
         moves = ordering.share * length
@@ -281,12 +272,9 @@ class Search:
         effort: Effort,
         set_price: Callable[[float], None],
     ) -> None:
-        """Anneal the current sequence for ``length`` seconds or moves with moves of one kind, and record better
-        plans.
+        """Anneal the current sequence for ``length`` (seconds or moves), and record better plans.
 
-        ``mode``: the kinds of moves (see `Annealer.cool`). ``heat``: the initial and the final temperature.
-        ``set_price``: a function that sets the price of bytes over the budget; it is called often with the share of
-        the stage that is done.
+        ``set_price``: called often with the share of the stage that is done.
         """
         began = effort.spent()
         hot, cold = heat
@@ -303,14 +291,12 @@ class Search:
             self._report(effort)
 
     def _set_price(self, share: float, low: float | None = None) -> None:
-        """Set the price of bytes over the budget, when ``share`` of a stage is done. With phases, and near the end of
-        a stage, the annealer adapts the price itself without a limit. Otherwise the price rises geometrically with
-        ``share``.
-
-        ``low``: the price at the beginning of the stage. None means the schedule's.
+        """Set the price of bytes over the budget when ``share`` of a stage is done. ``low``: at its
+        beginning; None: the schedule's.
         """
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:
+            # The annealer adapts the price itself.
             self.annealer.limit_price(math.inf)
             return
         first, last = schedule.prices if low is None else (low, schedule.prices[1])
@@ -331,8 +317,7 @@ class Search:
             self._offer(annealer.best())
 
     def _offer(self, runs: Sequence[str]) -> Plan:
-        """Simulate a sequence of op names and return its plan. The plan is recorded if it is the cheapest that fits
-        so far, or has the smallest peak so far."""
+        """Return the plan of a sequence. It is recorded if it is the cheapest that fits, or has the smallest peak."""
         plan = plan_from_runs(self.graph, runs, "anneal", budget=self.budget)
         if self.smallest is None or plan.estimate.peak < self.smallest.estimate.peak:
             self.smallest = plan

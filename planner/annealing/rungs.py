@@ -22,11 +22,10 @@ def rungs_above(
     seed: int = 0,
     keep_order: bool = False,
 ) -> list[Plan]:
-    """Search for cheap plans at the peaks `RUNGS`, from the largest one down to ``least`` times the smallest known
-    peak. Return those found.
+    """Return plans found at the peaks `RUNGS` from ``least`` times the smallest known peak up, with equal
+    efforts.
 
-    Each search gets an equal part of the effort. It starts from the cheapest known plan that fits, and from the one
-    that was found for the peak above. Ctrl-C ends it, and is recorded in ``effort.interrupted``.
+    Ctrl-C ends the search and is recorded in ``effort.interrupted``.
     """
     smallest, found = min(known, key=by_peak).peak, list[Plan]()
     shares = [share for share in reversed(RUNGS) if share >= least]

@@ -1,5 +1,4 @@
-"""Random numbers for the annealer's compiled loops, by the generator splitmix64. Its state is one integer, in an array
-that the caller passes to each function."""
+"""Random numbers for compiled loops, by the generator splitmix64. Its state is an integer in an array."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""The arrays of the annealer, which does local search over schedules with recomputation, and functions that query them.
+"""The arrays of the annealer, and functions that query them. A *run* is one execution of an op or inverse,
+here called ops.
 
-A *run* is one execution of an op. The annealer changes a sequence of runs, in which an op may occur several times. The
-frees follow from the sequence. An op that reads a tensor gets it from the latest earlier run that writes it. The bytes
-are live from that run to the last read before the tensor is written again (`schedule.with_frees` uses the same rule; no
-other choice of frees has a lower peak). Inverses are ops that compute a tensor from tensors that were computed from it;
-here they are ops like all others. So a tensor may have several *makers*: the op and the inverses that write it. A
-virtual last op reads all outputs.
+A run reads a tensor from the latest earlier run that writes it. The tensor is live from there to the last
+read before it is written again, as in `schedule.with_frees`. A virtual last op reads all outputs.
 
-Each run is a *node*, with a number that does not change. Nodes are in slots: positions of the sequence, about half of
-which are empty, so that an insertion moves few nodes. ``mem[slot]``: the bytes live at the slot, also where it is
-empty. ``cap[slot]``: the bytes that may be live there: the budget minus the workspace of the op, or `NO_CAP` if the
-slot is empty. The *penalty* is Σ max(0, mem − cap) over all slots. Sizes are float64 with integer values below 2^53, so
-sums are exact and the loops vectorise.
+A run is a *node* in a slot; about half of the slots are empty, so that insertions move few. The *penalty* is
+Σ max(0, mem − cap) over slots. Sizes are whole float64 below 2^53, so sums are exact.
 """
 
 from __future__ import annotations
@@ -44,12 +38,9 @@ INSERTED, REMOVED, SHIFTED = range(3)
 
 
 def vector_kernel(function: F) -> F:
-    """Compile a function with numba for calls from other compiled functions, and allow numba to reorder its sums. In
-    the annealer all sums are of integers, so they are exact in any order.
-
-    The function must not call itself: a recursive function of this kind crashes when it is loaded from the cache on
-    disk.
-    """
+    """Compile a function for calls from compiled ones, with sums that numba may reorder. It must not call itself."""
+    # Sums of integers are exact in any order. A recursive function crashes when it is loaded from the cache
+    # on disk.
     return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -60,115 +51,108 @@ def free_kernel(function: F) -> F:
 
 
 class Flow(NamedTuple):
-    """For each tensor, the ops that read it and the ops that write it, in compressed sparse rows. Inverses (ops that
-    compute a tensor from tensors that were computed from it) count as ops.
-
-    Tensor t is read by the ops ``readers[readers_at[t]:readers_at[t + 1]]`` and written by the ops
-    ``makers[makers_at[t]:makers_at[t + 1]]``. ``producer[t]``: the op that writes tensor t if only one does, else -1.
-    """
+    """By tensor, the ops (inverses included) that read and write it, in compressed sparse rows."""
 
     readers_at: Ints
+    """Tensor t is read by ``readers[readers_at[t]:readers_at[t + 1]]``, and written likewise by ``makers``."""
     readers: Ints
     makers_at: Ints
     makers: Ints
     producer: Ints
+    """The op that writes the tensor if only one does, else -1."""
 
 
 class Problem(NamedTuple):
-    """The planning problem as arrays for the annealer. First the ops are numbered, then the inverses (which recover a
-    tensor from tensors computed from it), last a virtual op that reads all outputs. All are called ops below. Inputs
-    are left out.
-
-    Op i reads the tensors ``reads[reads_at[i]:reads_at[i + 1]]`` and writes the tensors
-    ``writes[writes_at[i]:writes_at[i + 1]]``. ``flow``: the ops that read and write each tensor. Sizes are in memory
-    units of one or more bytes.
-
-    By op: ``least``: how often every schedule must run the op at least: 1, or 0 if a schedule may do without it.
-    ``once``: 1 if the op may run only once, else 0. ``cost``: in percent of the cost of running each op once.
-    ``workspace``: its size. ``written``: the total size of the tensors that the op writes. ``before``, ``after``: if
-    the first runs of some ops must keep their order, the previous and the next of these ops; -1 if there is none and
-    for all other ops.
-
-    ``size``: of each tensor. ``several``: whether any tensor can be written by several ops. ``plain``: whether the
-    problem has no backward half; then chains of recomputation are limited, because they would grow without end.
+    """The problem as arrays: ops, then inverses, then a virtual op that reads outputs; all are called ops.
+    Inputs are left out.
     """
 
     reads_at: Ints
+    """Op i reads ``reads[reads_at[i]:reads_at[i + 1]]``."""
     reads: Ints
     writes_at: Ints
+    """Op i writes ``writes[writes_at[i]:writes_at[i + 1]]``."""
     writes: Ints
     flow: Flow
     least: Ints
+    """By op: how often every schedule must run it, 0 or 1."""
     once: Ints
+    """By op: 1 if it may run only once."""
     several: bool
+    """Whether any tensor can be written by several ops."""
     plain: bool
+    """Whether there is no backward half. Then chains are limited, which would grow without end."""
     size: Floats
+    """By tensor, in memory units."""
     cost: Floats
+    """By op, in percent of the base cost."""
     workspace: Floats
+    """By op."""
     written: Floats
+    """By op: the sizes that it writes together."""
     before: Ints
+    """By op: the op whose first run must precede its own; -1 if there is none."""
     after: Ints
+    """By op: the op whose first run must follow its own; -1 if there is none."""
 
 
 class Links(NamedTuple):
-    """The positions of each op's runs in the annealer's sequence. A run (one execution of an op) is a node with a
-    number.
-
-    By node: ``slot``: its position in the sequence, or -1 if it is not in the sequence; ``prev``, ``next``: the
-    previous and the next run of the same op, or -1. By op: ``first``, ``last``: its first and its last run. These
-    arrays are not in `State`, because passing fewer arrays makes calls of compiled functions faster.
-    """
+    """Where each op's runs are in the sequence. Passing fewer arrays than `State` makes compiled calls faster."""
 
     slot: Ints
+    """By node; -1 if it is not in the sequence."""
     prev: Ints
+    """By node: the previous run of the same op, or -1."""
     next: Ints
+    """By node: the next one, or -1."""
     first: Ints
+    """By op: its first run."""
     last: Ints
+    """By op: its last run."""
 
 
 class State(NamedTuple):
-    """The sequence of runs that the annealer changes, with its memory at each position. In all arrays of numbers, -1
-    means none.
-
-    A run is one execution of an op. It is a node with a number, and each node is in a slot: a position, of which about
-    half are empty.
-
-    - By node: ``op``: the op that runs.
-    - By slot: ``at``: the node in it. ``mem``: the bytes live. ``cap``: the bytes that may be live, `NO_CAP` if the
-      slot is empty.
-    - By op: ``runs``: the number of its runs. ``place``: its index in ``multi``. ``stamp``: 1 while the op is in
-      ``chain``, else 0.
-    - Lists: ``multi``: the ops that run more often than they must. ``free``: unused node numbers. ``log``: the edits
-      that can still be undone. ``chain``, ``queue``: scratch space. ``best``: the ops of the cheapest sequence so
-      far that fits the budget.
-    - ``links``: the positions of each op's runs. ``number``: single integers, at the indices `FREE` to `BEST`.
-      ``value``: single floats, at the indices `PENALTY` to `GROWTH`. ``random``: the state of the random number
-      generator.
-    """
+    """The sequence of runs that the annealer changes, with its memory at each slot. -1 means none."""
 
     links: Links
     op: Ints
+    """By node."""
     runs: Ints
+    """By op: how many."""
     place: Ints
+    """By op: its index in ``multi``."""
     stamp: Ints
+    """By op: 1 while it is in ``chain``, else 0."""
     at: Ints
+    """By slot: its node."""
     mem: Floats
+    """By slot: the bytes live."""
     cap: Floats
+    """By slot: the bytes that may be live; `NO_CAP` if it is empty."""
     free: Ints
+    """Unused node numbers."""
     log: NDArray[np.int64]
+    """The edits that can still be undone."""
     multi: Ints
+    """The ops that run more often than they must."""
     chain: Ints
+    """Scratch space, as ``queue``."""
     queue: Ints
     best: Ints
+    """The ops of the cheapest sequence within the budget."""
     number: Ints
+    """Integers, at `FREE` to `BEST`."""
     value: Floats
+    """Floats, at `PENALTY` to `GROWTH`."""
     random: Randoms
+    """The generator's state."""
 
 
 @vector_kernel
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add ``bytes_`` (negative to subtract) to the live bytes ``mem`` of the slots ``low`` to ``high``, both included.
-    Return the change of the penalty, which is the sum over all slots of the bytes by which ``mem`` exceeds ``cap``."""
+    """Add ``bytes_`` to the live bytes of slots ``low`` to ``high``, both included, and return the change of
+    the penalty.
+    """
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     live, most = mem[low : high + 1], cap[low : high + 1]
@@ -182,9 +166,9 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
 
 @vector_kernel
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Return by how much the penalty would change if ``bytes_`` were added to the live bytes ``mem`` of the slots
-    ``low`` to ``high``, both included. The penalty is the sum over all slots of the bytes by which ``mem`` exceeds
-    ``cap``. The arrays are not changed."""
+    """Return by how much the penalty would change if ``bytes_`` were added to slots ``low`` to ``high``, both
+    included.
+    """
     change = 0.0
     live, most = mem[low : high + 1], cap[low : high + 1]
     for s in range(live.size):
@@ -213,8 +197,7 @@ def first_over(mem: Floats, cap: Floats, start: int) -> int:
 
 @inner
 def run_before(L: Links, op: int, slot: int) -> int:
-    """Return the latest run of ``op`` before the position ``slot`` in the annealer's sequence, as a node number; -1 if
-    there is none. ``L``: the positions of all runs."""
+    """Return the latest run of ``op`` before ``slot``; -1 if there is none."""
     node = L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
@@ -223,9 +206,7 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
-    """Return the run from which an op at the position ``slot`` would read ``tensor``: the latest earlier run of any op
-    that writes the tensor. It is a node number, or -1 if there is none. ``F``: the ops that write each tensor. ``L``:
-    the positions of all runs."""
+    """Return the run from which an op at ``slot`` would read ``tensor``; -1 if there is none."""
     latest, place = -1, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = L.last[F.makers[k]]
@@ -238,9 +219,7 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
 
 @inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
-    """Return the position (slot) at which ``tensor`` is written next after ``node``, a run that writes it; `NO_SLOT`,
-    which is beyond all slots, if it is not written again. ``F``: the ops that write each tensor. ``L``: the positions
-    of all runs."""
+    """Return the slot at which ``tensor`` is written next after the run ``node``; `NO_SLOT` if it is not."""
     if F.producer[tensor] >= 0:
         later = L.next[node]
         return int(L.slot[later]) if later >= 0 else NO_SLOT
@@ -255,9 +234,9 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """Return the position (slot) of the last read of ``tensor`` strictly between the slots ``start`` and ``stop``;
-    ``start`` if there is none. The run ``skip`` (a node number, or -1) is ignored. ``F``: the ops that read each
-    tensor. ``L``: the positions of all runs."""
+    """Return the slot of the last read of ``tensor`` strictly between two slots, without the run ``skip``;
+    ``start`` if there is none.
+    """
     latest = start
     for k in range(F.readers_at[tensor], F.readers_at[tensor + 1]):
         node = L.last[F.readers[k]]
@@ -274,16 +253,15 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """Return the position (slot) until which ``tensor`` is live after ``node``, a run that writes it: that of the last
-    read before the tensor is written again. It is the slot of ``node`` itself if nothing reads it. The run ``skip`` (a
-    node number, or -1) is ignored."""
+    """Return the slot until which ``tensor`` is live after ``node`` has written it, without reads of the run
+    ``skip``.
+    """
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 
 @inner
 def is_unread(P: Problem, S: State, node: int) -> bool:
-    """Return whether no run reads any result of the run ``node`` before that result is written again. ``P``, ``S``: the
-    annealer's problem and its sequence of runs."""
+    """Return whether no run reads a result of the run ``node`` before it is written again."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         if end_of(P.flow, S.links, P.writes[k], node, -1) > S.links.slot[node]:
@@ -293,8 +271,7 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def node_after(at: Ints, slot: int) -> int:
-    """Return the node (run) in the first non-empty slot (position) after ``slot``. There must be one. ``at``: for each
-    slot, the node in it, or -1."""
+    """Return the node in the first non-empty slot after ``slot``; there must be one."""
     s = slot + 1
     while at[s] < 0:
         s += 1

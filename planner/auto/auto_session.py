@@ -36,17 +36,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 
 class AutoSession:
-    """The planning of one problem within one budget by the strategy ``auto``.
-
-    The attribute ``known`` has all known plans: those passed and those found here. `plan` returns the best of them.
-
-    Args:
-        options: the options of the strategy.
-        graph: the problem.
-        budget: bytes that the peak must not exceed.
-        progress: called with the fraction done (0 to 1) and a short text.
-        starts: plans of the problem that the caller of the strategy passed, to start from.
-        known: further known plans of the problem.
+    """The planning of one problem within one budget (bytes) by the strategy ``auto``. ``known`` has all plans
+    known so far.
     """
 
     def __init__(
@@ -60,6 +51,7 @@ class AutoSession:
     ) -> None:
         self.options, self.problem, self.budget, self.progress = options, graph, budget, progress
         self.effort = Effort(options.time_limit, options.moves)
+        # What the caller of the strategy passed; ``known`` has further plans.
         self.starts = starts
         self.for_blocks = without_inverses(graph)  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
@@ -111,8 +103,9 @@ class AutoSession:
         return with_bound(replace(self.best, budget=self.budget), self.bound.best.overhead)
 
     def take(self, plans: Sequence[Plan]) -> None:
-        """Add plans to the known plans, and report the overhead of the best one to the search for a lower bound. If the
-        order of first runs must be kept, plans in another order are ignored."""
+        """Add plans to the known ones, and tell the search for a bound the best overhead. Plans in a
+        forbidden order are ignored.
+        """
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
@@ -131,8 +124,9 @@ class AutoSession:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to search: the best plan's overhead is proven to be within ``gap`` of the optimum, it
-        is proven that no plan fits, or Ctrl-C ended an annealing."""
+        """Whether the best plan is proven within ``gap`` of the optimum, it is proven that none fits, or
+        Ctrl-C ended an annealing.
+        """
         return self.interrupted or self.good_enough(self.best_overhead)
 
     @property
@@ -141,16 +135,15 @@ class AutoSession:
         return math.inf if self.best is None else self.best.estimate.overhead
 
     def good_enough(self, overhead: float) -> bool:
-        """Return whether ``overhead`` exceeds the proven lower bound by no more than the option ``gap``. For an
-        infinite overhead: whether it is proven that no plan fits the budget."""
+        """Return whether ``overhead`` is within ``gap`` of the proven bound; if infinite, whether it is
+        proven that no plan fits.
+        """
         return overhead <= self.bound.best.overhead + max(CLOSED, self.options.gap)
 
     @property
     def for_block_plans(self) -> Effort:
-        """What the block strategies may spend.
-
-        Their share is counted from the beginning of the search if a known plan fits the budget. If none fits, it is
-        counted from now, because their plans are then needed more. If moves are counted, there is no limit.
+        """What block strategies may spend: a share from the search's beginning, or from now if no plan fits;
+        no limit with counted moves.
         """
         if self.options.moves:
             return Effort()
@@ -159,8 +152,9 @@ class AutoSession:
         return Effort(max(share, SHARES.blocks_least - spent, 0.0))
 
     def gather(self) -> None:
-        """Collect plans from which the annealing starts: from a minimum cut at the loss, from eviction and the search
-        for the smallest peak if nothing else fits, from a short first annealing, and from the block strategies."""
+        """Collect plans to anneal from: a minimum cut, then eviction and the smallest peak if nothing fits,
+        and block strategies.
+        """
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -189,9 +183,8 @@ class AutoSession:
         return lower_by_eviction(self.graph, leanest, enough, effort, seed=self.options.seed)
 
     def lower_the_peak(self) -> None:
-        """Search for the smallest peak, until a plan fits the budget or it is proven that none fits. The search gets as
-        many seconds as for the budget ``min``, because a budget that ``min`` can meet must not be refused.
-        """
+        """Search for the smallest peak until a plan fits or none can, as long as for the budget ``min``."""
+        # A budget that ``min`` can meet must not be refused.
         effort = self.refusal.effort_of_min
         if self.finished or effort.over:
             return
@@ -201,10 +194,8 @@ class AutoSession:
         self.interrupted = interrupted is not None
 
     def take_cut_plan(self) -> bool:
-        """Add the plan within the budget that is made from a minimum cut at the loss, if there is one.
-
-        Return whether its overhead exceeds the lower bound by no more than `TimeShares.near`; False if there is no such
-        plan.
+        """Add the plan of a minimum cut at the loss, if it fits. Return whether it is within
+        `TimeShares.near` of the bound.
         """
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
@@ -227,8 +218,9 @@ class AutoSession:
         return max(MOST_STATES, min(SHARES.states, int(SHARES.states_per_second * seconds)))
 
     def solved_exhaustively(self, most_states: int = MOST_STATES) -> bool:
-        """Solve a problem of very few ops by trying all schedules. Return whether that was done: it is not for larger
-        problems (see `exhaustive`), nor if all ops must keep their order."""
+        """Solve a problem of very few ops by trying all schedules. Return whether that was done; not if order
+        is kept.
+        """
         keep = self.options.keep_order
         exact = None if keep else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
@@ -245,10 +237,10 @@ class AutoSession:
         return True
 
     def search(self) -> None:
-        """Improve the known plans by annealing. Variants of the problem are annealed one after another: without its
-        inverses, with inferred phases, and as stated.
+        """Improve the known plans by annealing variants of the problem: without inverses, with inferred
+        phases, as stated.
 
-        If the annealing of the last variant gives up before the time is spent, wait for the search for a lower bound.
+        If the last annealing gives up early, wait for the search for a bound.
         """
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
@@ -273,11 +265,8 @@ class AutoSession:
         )
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
-        """Anneal from the known plans. Add to the known plans the cheapest plan found that fits the budget, and the
-        plan found with the smallest peak.
-
-        Return whether the annealing gave up before its time was spent. If Ctrl-C ended it, ``interrupted`` is set, and
-        the caller must not begin another search.
+        """Anneal from the known plans, and take the best found. Return whether it gave up early; Ctrl-C sets
+        ``interrupted``.
         """
 
         def report(_fraction: float, overhead: float | None) -> None:
@@ -306,10 +295,8 @@ class AutoSession:
     def second_annealing(
         self, other: Search, starts: Sequence[Sequence[str]], effort: Effort
     ) -> AbstractContextManager[object]:
-        """Return a context during which a second annealing runs in another thread.
-
-        The context does nothing if there are too few cores. It does nothing either if the problem has no phases,
-        because the first annealing then uses two threads.
+        """Return a context in which a second annealing runs in a thread; nothing with too few cores or
+        without phases.
         """
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()

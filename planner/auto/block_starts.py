@@ -49,10 +49,8 @@ LEANEST: FamilyStrategy = ApproxDP(objective="memory")
 def starting_plans(
     graph: TrainingGraph, budget: int, effort: Effort, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return plans from which a search can start. Each block strategy makes two: the cheapest plan that fits the
-    budget, if there is one, and the plan with the smallest peak.
-
-    Plans that another plan beats or equals in both peak and cost are left out.
+    """Return undominated plans to start from: of each block strategy, the cheapest that fits and the one with
+    the smallest peak.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []
@@ -65,8 +63,8 @@ def starting_plans(
 def nested_plans(
     graph: TrainingGraph, budget: int, effort: Effort, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return two plans of the strategy ``nested_dp``, computed for peaks near the budget: the cheapest that fits, if
-    there is one, and the one with the smallest peak.
+    """Return the plans of ``nested_dp`` near the budget: the cheapest that fits and the one with the smallest
+    peak; none without phases.
     """
     if not infer_phases(graph).has_phases:
         return ()
@@ -74,22 +72,18 @@ def nested_plans(
 
 
 def leanest_plans(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
-    """Return plans with small peaks, as starts for a search for the smallest peak.
+    """Return plans with small peaks to start from: of block strategies if there are phases, and of
+    `Reversible` with inverses.
 
-    They are made by block strategies if the problem has phases or phases can be inferred, and by the strategy
-    `Reversible` if it has inverses. Otherwise there are none. Once ``effort`` is spent, no further
-    strategy begins, and a running one is stopped. One fast strategy is used whatever the time: `ChenSqrt`, or one of
-    `VAST_BLOCKS`. Without its plan, a search on a busy machine could end at the peak without recomputation.
-
-    From these plans, a search ends at a smaller peak than from the plan without recomputation. In 20 s, it lowers the
-    peak of DenseNet-161 to 1.45 times its largest working set, instead of 2.11 times; that of Swin-T to 1.17 times,
-    instead of 1.27 times.
+    Strategies begin until ``effort`` is spent, except a fast one. DenseNet-161 ends at 1.45 times its largest
+    working set instead of 2.11 in 20 s.
     """
     found = [*Reversible().curve(graph, ())[-1:]] if graph.inverses else []
     nested = nested_plans(graph, 0, effort, lambda _: None)
     vast = len(graph.ops) > VAST
     has_phases = infer_phases(graph).has_phases
     if has_phases:
+        # Without it, a search on a busy machine could end at the peak without recomputation.
         fast = VAST_BLOCKS[-1] if vast else (ChenSqrt(),)
         found += _first(graph, fast, 0, Effort(), lambda _: None)[-1:]
     if has_phases and not vast and not effort.over:
@@ -107,12 +101,10 @@ def _first(
     effort: Effort,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """Return two plans of one strategy: the cheapest that fits the budget, if there is one, and the one with the
-    smallest peak.
+    """Return the cheapest plan that fits and the leanest one of the first strategy in ``row`` that does not
+    refuse the problem.
 
-    The strategy is the first one in ``row`` that does not refuse the problem as too large; if all do, there are no
-    plans. It is stopped at its first report of progress once ``effort`` is spent. ``report``:
-    called with a text that says what is being done.
+    It is stopped if ``effort`` is spent.
     """
     for member in row:
 

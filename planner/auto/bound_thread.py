@@ -1,5 +1,4 @@
-"""A thread that searches for a lower bound of the overhead while other threads search for plans. It ends early when the
-best plan is proven to be near enough to the bound."""
+"""A thread that searches for a lower bound of the overhead, until the best plan is near enough to it."""
 
 from __future__ import annotations
 
@@ -17,18 +16,14 @@ later."""
 
 
 class Proof:
-    """A context during which a thread searches for a lower bound of the overhead. At the end of the ``with`` block the
-    search is stopped.
+    """A context in which a thread searches for a lower bound of the overhead. Its exception is raised at the
+    end of the block.
 
-    ``bound``: the search. ``effort``: what it may spend. If moves are counted, the block begins when the search has
-    ended, so that nothing depends on the speed of the machine. ``overhead``: the overhead of the best plan so far; the
-    code in the block must update it, since it is infinite at first. ``gap``: the search ends when its bound is at most
-    this much below ``overhead``.
-
-    If the search raises an exception, it is raised again at the end of the block, unless the block itself raises one.
+    With counted moves the block begins after the search. The block must update ``overhead``.
     """
 
     def __init__(self, bound: BoundSearch, effort: Effort, gap: float = 0.0) -> None:
+        # The search ends if its bound is at most ``gap`` below ``overhead``.
         self.bound, self.effort, self.gap = bound, effort, max(gap, CLOSED)
         self.spent = 0.0
         self.overhead = math.inf

@@ -1,6 +1,5 @@
-"""Compile the planner's numba loops, so that compilation does not take time from a search with a time limit.
-
-The machine code is cached on disk: each machine compiles the loops once, and later processes load them.
+"""Compile the planner's numba loops before a search with a time limit. Each machine compiles once, and caches
+on disk.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ def kernels_are_ready() -> bool:
 
 
 def compile_kernels(progress: Progress = silent) -> None:
-    """Compile the numba loops of the annealer, of the block strategies and of the search for the least peak, or load
-    them from the cache on disk. To do so, each is run on a tiny problem.
-
-    ``progress``: called once, with a text that says that loops are being loaded.
+    """Compile the planner's numba loops, or load them, by running each on a tiny problem. ``progress`` is
+    called once.
     """
     progress(0.0, "loading the hot loops, which each machine compiles once, in about a minute")
     compile_annealer()

@@ -1,5 +1,4 @@
-"""Search for plans by simulating eviction many times, each time with a random rule for which tensor to evict. The aim
-is a small peak, or a low cost within a tight budget."""
+"""Search for a small peak, or a low cost, by simulating eviction many times with random policies."""
 
 from __future__ import annotations
 
@@ -16,11 +15,9 @@ NAME = "eviction"
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """The constants of the search that lowers the peak by simulating eviction (`lower_by_eviction`). They were chosen
-    by trial; single measurements were not recorded.
+    """The constants of `lower_by_eviction`, chosen by trial without records.
 
-    Each simulation tries to stay within a target number of bytes. The target is the smallest peak so far, minus a share
-    of its distance to the least possible peak.
+    A target is the smallest peak so far, minus a share of its distance to the least possible one.
     """
 
     tries: int = 6
@@ -51,11 +48,9 @@ def lower_by_eviction(
     enough: int = 0,
     seed: int = 0,
 ) -> Plan:
-    """Search by simulated eviction for a plan with a smaller peak than ``best``. Return the plan with the smallest peak
-    found, or ``best`` itself if none is smaller.
+    """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller.
 
-    Each simulation tries to stay within a target number of bytes, which is between ``floor`` and the smallest peak so
-    far. After several failures, the next target is nearer to that peak.
+    Targets are between ``floor`` bytes and the smallest peak so far, nearer to it after failures.
     """
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None

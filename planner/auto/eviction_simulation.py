@@ -1,15 +1,9 @@
-"""Simulate a training step that evicts tensors when memory is short: the ops run in the order without recomputation,
-and evicted tensors are recomputed before they are read. The result is a plan with a small peak.
+"""Simulate a step that evicts tensors when memory is short and recomputes them before they are read.
 
-The idea is from Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021). There, while a step runs, the tensor is
-evicted whose h = recomputation cost / (bytes · time since its last use) is the least. Here the step is only simulated,
-so the time until the next use is known, and is used instead. The exponents in h are random: no choice is the best for
-all networks, and a simulation takes little time, O(runs · resident tensors).
-
-To recompute a tensor, everything is recomputed that this needs and that is not resident. Tensors recomputed for this
-purpose may be evicted again before they are used, and recomputed once more. No other strategy here finds such chains in
-one step. So a simulation finds peaks that annealing finds late or never. The overhead is large, but annealing then
-lowers it well. A simulation may fail: if the tensors that cannot be evicted exceed the budget, or after too many runs.
+As in Dynamic Tensor Rematerialization (Kirisame et al. 2021), the tensor with the best score is evicted, but
+by the time to its next use, and with random exponents. It takes O(runs · resident tensors). Recomputed
+tensors may be evicted again, which finds peaks that annealing finds late or never. A simulation fails beyond
+the budget or after too many runs.
 """
 
 from __future__ import annotations
@@ -34,30 +28,28 @@ TINY = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The parameters of the rule by which a simulation chooses the tensor to evict: that with the largest score
-    distance^a · bytes^b / (1 + cost)^c.
-
-    ``distance``: the exponent a of the number of ops until the tensor is used next. ``bytes``: the exponent b of the
-    tensor's size. ``cost``: the exponent c of the estimated cost of recomputing the tensor. ``wanted``: the score of a
-    tensor that an unfinished recomputation reads is multiplied by this. ``noise``: the standard deviation of a random
-    number that is added to the logarithm of each score.
-
-    ``backward``: whether tensors that the backward half writes may be evicted. ``last_first``: if several tensors that
-    an op reads are not resident, whether the last of them is recomputed first.
-    """
+    """The rule for eviction: the largest score distance^a · bytes^b / (1 + cost)^c."""
 
     distance: float
+    """a: of the ops until the next use."""
     bytes: float
+    """b: of the size."""
     cost: float
+    """c: of the estimated cost of recomputation."""
     wanted: float
+    """A factor of the score if an unfinished recomputation reads the tensor."""
     noise: float
+    """The standard deviation of a random term of the score's logarithm."""
     backward: bool
+    """Whether results of the backward half may be evicted."""
     last_first: bool
+    """Whether the last missing tensor is recomputed first."""
 
 
 def random_policy(source: random.Random) -> Policy:
-    """Return random parameters for the choice of the tensor to evict. Small exponents of the distance to the next use
-    are drawn more often, because they succeeded most often in trials with DenseNets."""
+    """Return a random policy. Small exponents of the distance are more frequent: they succeeded most often
+    with DenseNets.
+    """
     return Policy(
         distance=source.choice((0.0, 0.0, 0.5, 1.0)),
         bytes=source.choice((0.0, 0.5, 1.0)),
@@ -71,33 +63,29 @@ def random_policy(source: random.Random) -> Policy:
 
 @dataclass(frozen=True)
 class Tables:
-    """The planning problem as tables for the simulation of eviction. It contains the ops that every plan runs, numbered
-    in the problem's order, and the tensors that they write. Inputs are left out.
-
-    By op: ``names``. ``reads``, ``writes``: numbers of tensors. ``cost``. ``workspace``: bytes. ``once``: whether the
-    op must not run again.
-
-    By tensor: ``bytes``. ``producer``: the op that writes it. ``backward``: whether that op belongs to the backward
-    half. ``held``: whether the tensor is never evicted, because it is an output or its producer must not run again.
-    ``uses``: the ops that use it, ascending; a tensor is freed after its last use.
-
-    ``uses`` has the ops that read the tensor. For an output it also has the number of ops, which is the end of the
-    step. For a tensor whose producer must not run again, it also has the last use of any forward tensor computed from
-    it. ``input_bytes``: the bytes of all inputs together.
-    """
+    """The ops that every plan runs, in order, and the tensors that they write, without inputs, as tables."""
 
     names: tuple[str, ...]
     reads: tuple[tuple[int, ...], ...]
+    """By op: numbers of tensors, as ``writes``."""
     writes: tuple[tuple[int, ...], ...]
     cost: tuple[float, ...]
     workspace: tuple[int, ...]
     bytes: tuple[int, ...]
     producer: tuple[int, ...]
+    """By tensor: the op that writes it."""
     backward: tuple[bool, ...]
+    """By tensor: whether that op is of the backward half."""
     once: tuple[bool, ...]
+    """By op: whether it must not run again."""
     held: tuple[bool, ...]
+    """By tensor: whether it is never evicted, as an output or a result of such an op."""
     input_bytes: int
+    """Of all inputs together."""
     uses: tuple[tuple[int, ...], ...]
+    """By tensor: its readers, ascending, and the end for outputs. What may not be recomputed is also used
+    with what is computed from it.
+    """
 
 
 def tables_of(graph: TrainingGraph) -> Tables:
@@ -144,13 +132,7 @@ def _build(graph: TrainingGraph) -> Tables:
 
 
 class Simulation:
-    """A simulation of one training step within a budget (bytes, inputs included). Ops run in the problem's order,
-    tensors are evicted when memory is short, and evicted tensors are recomputed before they are read.
-
-    ``tables``: the problem. ``policy``: the rule that chooses the tensor to evict. ``source``: the random numbers that
-    the rule uses. ``effort``: what may be spent; each executed op counts as a move. ``runs``: the result: the numbers
-    of the ops executed so far, in order, repetitions included.
-    """
+    """A simulation of one step within ``budget`` bytes, inputs included. ``runs`` are the ops executed, in order."""
 
     def __init__(
         self,
@@ -160,6 +142,7 @@ class Simulation:
         source: random.Random,
         effort: Effort,
     ) -> None:
+        # Each executed op counts as a move of ``effort``.
         self.tables, self.policy, self.source, self.effort = tables, policy, source, effort
         self.left = budget - tables.input_bytes
         self.tiny = TINY * self.left
@@ -171,13 +154,13 @@ class Simulation:
         self.wanted: dict[int, int] = {}
 
     def run(self) -> bool:
-        """Simulate the step. Return True if all ops ran; False if the budget was too small, the time was up, or too
-        many ops were executed. Call this only once per simulation."""
+        """Simulate the step. Return False if the budget is too small, the effort over, or the runs too many.
+        Call this once.
+        """
         return all(self._make(op) for op in range(len(self.tables.names)))
 
     def _make(self, op: int) -> bool:
-        """Execute an op of the step, after recomputing the tensors that it reads and that are not resident. Return
-        whether this succeeded within the budget and the limits."""
+        """Run an op after recomputing what it reads and what is missing for that. Return whether that succeeded."""
         self.now, reads, producer = op, self.tables.reads, self.tables.producer
         stack = [op]
         tries = [self._begin(op)]
@@ -204,8 +187,7 @@ class Simulation:
         return True
 
     def _begin(self, op: int) -> int:
-        """Mark the tensors that ``op`` reads as wanted, which lowers their scores for eviction until the op has run.
-        Return the limit for how often the simulation may recompute one of these tensors before the op runs."""
+        """Mark what ``op`` reads as wanted until it has run, and return how often these may be recomputed."""
         reads = self.tables.reads[op]
         for t in reads:
             self.wanted[t] = self.wanted.get(t, 0) + 1
@@ -248,11 +230,10 @@ class Simulation:
             self.left += self.tables.bytes[tensor]
 
     def _evict(self, short: int, pinned: set[int]) -> bool:
-        """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether enough could be
-        evicted.
+        """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether there
+        were enough.
 
-        Tensors in ``pinned`` are not evicted, nor are very small ones, those that `Tables.held` marks, and (unless the
-        policy allows it) those that the backward half writes.
+        ``pinned`` ones stay, as do tiny and held ones.
         """
         known, policy = self.tables, self.policy
         scores = [
@@ -283,8 +264,7 @@ class Simulation:
         return score + self.source.gauss(0.0, policy.noise)
 
     def _cost(self, tensor: int) -> float:
-        """Return the estimated cost of recomputing a tensor: the costs of its producer and of the producers of its
-        ancestors that are not resident. At most `ANCESTORS` tensors are counted."""
+        """Return the estimated cost of recomputing a tensor, with at most `ANCESTORS` missing ancestors."""
         known, seen, waiting, total = self.tables, {tensor}, [tensor], 0.0
         while waiting and len(seen) < ANCESTORS:
             op = known.producer[waiting.pop()]

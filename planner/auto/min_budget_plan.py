@@ -1,5 +1,4 @@
-"""Plans for the budgets ``least`` and ``min``. The first is the smallest peak that a search finds; the second is
-slightly larger, so that the plan is cheaper."""
+"""Plans for the budgets ``least``, the smallest peak found, and ``min``, slightly more for a cheaper plan."""
 
 from __future__ import annotations
 
@@ -55,11 +54,8 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Search for the smallest peak, and return the cheapest plan found whose peak is at most ``1 + slack`` times as
-    large.
-
-    The search for the smallest peak (`search_smallest_peak`) takes at most half of the time. The rest lowers the
-    overhead.
+    """Return the cheapest plan found with a peak up to ``1 + slack`` times the smallest found, which takes at
+    most half of the time.
     """
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)

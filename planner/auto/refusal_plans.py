@@ -1,5 +1,4 @@
-"""The plans that the error `InfeasibleBudget` names if no plan fits a budget: the one with the smallest peak found, and
-the one with the smallest peak among those with little overhead."""
+"""The plans that `InfeasibleBudget` names: with the smallest peak found, and with the smallest at little overhead."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ REFUSED = 1.05
 
 @dataclass
 class RefusalSearch:
-    """The search that follows if no plan fits a budget. It finds the plans that the error `InfeasibleBudget` names.
-
-    ``options``: the options of the strategy ``auto``. ``problem``: the problem as stated. ``graph``: the same with
-    inferred phases. ``starts``: the plans that the caller of the strategy passed. ``known``: all plans known so far.
-    ``take``: adds plans to ``known``. ``progress``: called with the fraction done (0 to 1) and a short text.
-    ``effort``: that of the whole search.
-    """
+    """The search that follows if no plan fits a budget, for the plans that `InfeasibleBudget` names."""
 
     options: SessionOptions
     problem: TrainingGraph
+    """As stated."""
     graph: TrainingGraph
+    """With inferred phases."""
     starts: Sequence[Plan]
+    """What the caller of the strategy passed."""
     known: list[Plan]
+    """All plans known so far."""
     take: Callable[[Sequence[Plan]], None]
+    """Adds plans to ``known``."""
     progress: Progress
     effort: Effort
+    """Of the whole search."""
     small: bool = field(init=False)
     """Whether searches for the smallest peak count moves instead of seconds."""
 
@@ -48,19 +47,17 @@ class RefusalSearch:
 
     @property
     def effort_of_min(self) -> Effort:
-        """What a search for the smallest peak may spend: as much as for the budget ``min``, but at most what is left. A
-        small problem gets this even if less is left."""
+        """What a search for the smallest peak may spend: as for the budget ``min``, limited to what is left
+        unless the problem is small.
+        """
         most = SHARES.smallest_peak * self.effort.total
         return self.effort.like(SHARES.smallest_peak) if self.small else self.effort.part(most)
 
     def lower(self, proven: bool) -> None:
-        """Search for the smallest peak, after no plan was found that fits a budget. The plans found are added to the
+        """Search for the smallest peak after no plan was found that fits, and add the plans found to the
         known ones.
 
-        The search takes the time that is left. If it is proven that no plan fits, it may instead take half of the time
-        limit, from now. It then begins with block plans, and lowers their peak in rounds: the first takes a few
-        seconds, each further one twice as long. They end when a round gains little. A small problem is searched by the
-        stages of `search_smallest_peak` instead, as for the budget ``min``.
+        If ``proven`` that none fits, it may take half of the time limit, in longer and longer rounds.
         """
         if self.small or not proven:
             self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))
@@ -78,15 +75,11 @@ class RefusalSearch:
     def lower_for(
         self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
     ) -> BaseException | None:
-        """Search for the smallest peak, and add the plan found to the known ones. Return the exception by which Ctrl-C
-        or the progress callback ended the search, or None.
-
-        A small problem is searched from ``starts`` only, because then the search is the one for the budget ``min`` and
-        finds the same peak.
-        """
+        """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None."""
         found, interrupted = search_smallest_peak(
             self.problem,
             effort,
+            # Then it is the search of the budget ``min``, with the same peak.
             self.starts if self.small else self.known,
             partial(_looking, self.progress),
             enough=enough,

@@ -1,5 +1,4 @@
-"""A second annealing in a thread, with another seed than the first. It begins when the search for a lower bound has
-ended, because a core is free then."""
+"""A second annealing in a thread, after the search for a bound, because a core is free then."""
 
 from __future__ import annotations
 
@@ -15,15 +14,10 @@ SHORTEST = 1.0
 
 
 class SecondSearch:
-    """A context during which a thread waits for the end of the search for a lower bound, then runs a second annealing.
-    At the end of the ``with`` block the annealing is stopped.
-
-    ``search``: the annealing; it has the plans that it found. ``proof``: the search for a lower bound. ``seconds``: the
-    CPU seconds of the bound and the annealing together. The annealing does not begin if less than a second is left.
-    ``starts``: sequences of runs (names of ops) to start from.
-    """
+    """A context in which a thread waits for the search for a bound, then anneals until the block ends."""
 
     def __init__(self, search: Search, proof: Proof, seconds: float, starts: Sequence[Sequence[str]]) -> None:
+        # ``seconds``: CPU seconds of the bound and the annealing together.
         self.search, self.proof, self.seconds, self.starts = search, proof, seconds, starts
         self.effort: Effort | None = None
         self._stopped = threading.Event()

@@ -1,16 +1,8 @@
-"""Search for the plan with the smallest peak, however much it recomputes.
+"""Search for the plan with the smallest peak, however much it recomputes, for all budgets that are tight.
 
-The result is called the *smallest found*; a longer search may find a smaller one. The *proven least* is a lower bound
-for the peak of any schedule, from `min_peak_bound`. The budgets ``min`` and ``least``, the error for a budget that no
-plan fits, and searches for tight budgets all use this search. So none of them reports a larger peak than another.
-
-Five methods lower the peak, one after another. First, block strategies make plans with small peaks, and a search back
-in time (`planner/least`) makes one that is near the least. Then eviction is simulated. Third, *descents* aim slightly
-below the smallest peak so far, again and again. Fourth, when descents gain nothing more, ordinary searches try budgets
-clearly below the smallest peak so far.
-
-A search of a small problem counts moves, not seconds (`search_smallest_peak`). So a peak that was found for the budget
-``min`` is found again for a budget of so many bytes, in any process and however busy the machine is.
+Block strategies and a search back in time (`planner/least`) come first, then eviction, *descents* slightly
+below the smallest peak, and searches clearly below. Small problems count moves, so that any process finds a
+peak again.
 """
 
 from __future__ import annotations
@@ -103,12 +95,11 @@ def search_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> tuple[Plan, BaseException | None]:
-    """Search for the plan with the smallest peak, as `find_smallest_peak` does, but in stages.
+    """Search for the plan with the smallest peak, and return it with the interrupt that ended the search, or
+    None.
 
-    A small problem (`is_small`) is searched in stages. Each stage makes twice as many moves as the one before, and
-    starts from the plan that the one before found. The time limit determines the number of stages, but the clock does
-    not. So a search with the same starts finds the same plan again, and a longer one finds no larger peak. A search
-    that ends at ``enough`` bytes finds a plan within them if the same search without ``enough`` does.
+    A small problem is searched in stages of twice as many moves, whose number alone depends on the time
+    limit.
     """
     search = partial(
         find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
@@ -120,6 +111,7 @@ def search_smallest_peak(
     left = int(PEAK_SEARCH.moves_per_second * seconds)
     limit = math.inf if effort.moves else seconds
     blocks, stale, least = _lean_starts(graph, Effort(), Effort(seconds), progress, enough), 0, None
+    # So a search with the same starts finds the same plan, and a longer one no larger peak.
     while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
         stage = Effort(limit, moves, ended=ended)
         known = starts if least is None else [*starts, least]
@@ -143,12 +135,7 @@ def find_smallest_peak(
     seed: int = 0,
     blocks: Sequence[Plan] | None = None,
 ) -> Plan:
-    """Search for the plan with the smallest peak, however much it recomputes, and return the best one found.
-
-    Its peak is never larger than that of any of ``starts`` (with ``keep_order``: that keeps the problem's order). A
-    problem with inverses is first searched without them, unless one of ``starts`` has as small a peak as the plans of
-    the block strategies.
-    """
+    """Return the plan with the smallest peak found, no larger than those of ``starts`` whose order is allowed."""
     if blocks is None:
         part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
         blocks = _lean_starts(graph, part, effort, progress, enough)
@@ -169,6 +156,7 @@ def find_smallest_peak(
         effort.interrupted = part.interrupted
         return found
 
+    # With inverses, the problem is first searched without them, unless a start is as lean as the block plans.
     begun = any(p.estimate.peak <= lean for p in starts)
     plain = [without_inverses(graph)] if graph.inverses and not begun else []
     return search_without_inverses_first((*plain, graph), PEAK_SEARCH.plain, search)[-1][1]
@@ -177,11 +165,10 @@ def find_smallest_peak(
 def _lean_starts(
     graph: TrainingGraph, for_blocks: Effort, whole: Effort, progress: Progress, enough: int
 ) -> tuple[Plan, ...]:
-    """Return plans with small peaks: those of block strategies, and the one of the search back in time if its peak is
-    smaller.
+    """Return the plans of block strategies with small peaks, and that of the search back in time if it is
+    leaner.
 
-    ``whole``: what the whole search may spend; the search back in time has moves of its own. ``enough``: bytes; it is
-    left out if a block plan has so small a peak.
+    The latter is left out if a block plan has at most ``enough`` bytes.
     """
     progress(0.0, "lowering the peak")
     blocks = leanest_plans(graph, for_blocks)
@@ -200,25 +187,22 @@ def _report(progress: Progress, done: float, _overhead: float | None) -> None:
 
 @dataclass
 class _Lowering:
-    """The search for the smallest peak of one problem, by eviction and annealing.
-
-    ``effort``: what the search may spend. ``aim``: bytes that no peak is below; the search aims there.
-    ``enough``: bytes; the search ends when a peak is this small. ``seed``: the seed of the random choices.
-    ``keep_order``: whether the first runs of all ops keep the problem's order. ``least``: the plan with the smallest
-    peak so far.
-    """
+    """The search for the smallest peak of one problem, by eviction and annealing."""
 
     graph: TrainingGraph
     effort: Effort
     aim: int
+    """Bytes that no peak is below."""
     enough: int
+    """Bytes at which the search ends."""
     seed: int
     keep_order: bool
+    """Whether first runs keep the problem's order."""
     least: Plan = field(init=False)
+    """The plan with the smallest peak so far."""
 
     def run(self, starts: Sequence[Plan], report: Report) -> Plan:
-        """Search, and return the plan with the smallest peak found, ``starts`` included. Starts that are invalid or
-        break a required order are ignored. ``report``: called with the fraction done and the best overhead, or None."""
+        """Return the plan with the smallest peak found, ``starts`` included unless the annealer refuses them."""
         base = no_recompute(self.graph)
         annealer = Annealer(self.graph, keep_order=self.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
@@ -251,13 +235,10 @@ class _Lowering:
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
-        """Lower the smallest peak by descents: searches that aim slightly below the smallest peak so far.
-
-        With two threads, a second search does not start from the plan with the smallest peak, because perhaps no move
-        from there leads lower. ``starts``: sequences of runs (names of ops) to start from.
-        """
+        """Lower the smallest peak by descents, which aim slightly below it."""
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
+        # For the second thread: perhaps no move leads lower from the leanest plan.
         rest = [runs for runs in starts if runs != least]
         lower = [
             partial(_lower, search, [least, *rest] if k == 0 else rest, self.enough)
@@ -267,8 +248,9 @@ class _Lowering:
         self._take(searches)
 
     def _leap(self, report: Report) -> None:
-        """Search for plans within budgets that are clearly below the smallest peak so far. Repeat this until no such
-        plan is found or the effort is spent."""
+        """Search within budgets clearly below the smallest peak so far, until no plan is found or the effort
+        is spent.
+        """
         gained = True
         while gained and not self._ended and not self.effort.over:
             peak, gained = self.least.estimate.peak, False
@@ -287,8 +269,7 @@ class _Lowering:
 
     @property
     def _width(self) -> int:
-        """The number of searches that run in parallel: 2, or 1 if there is only one core. It is also 1 if moves are
-        counted, so that the result does not depend on the number of cores."""
+        """How many searches run in parallel: 2, or 1 with one core or counted moves."""
         return 1 if self.effort.moves or (os.cpu_count() or 1) < 2 else 2
 
     def _search(self, budget: int, k: int, report: Report) -> Search:
@@ -301,8 +282,8 @@ class _Lowering:
     def _in_threads(
         self, searches: Sequence[Search], methods: Sequence[Callable[[Effort], object]], share: float
     ) -> None:
-        """Run ``searches`` in parallel, one in this thread and each other in a thread of its own. If one of them finds
-        a peak that is small enough, the others end soon.
+        """Run ``searches`` in parallel, one of them in this thread. If one finds a peak that is small enough,
+        all end soon.
         """
         first = self.effort.part(share * self.effort.left)
         parts = [first, *(Effort(first.total, ended=lambda: first.cut_short) for _ in searches[1:])]
@@ -331,9 +312,9 @@ def _peak_of(search: Search) -> float:
 
 
 def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
-    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the budget is met, a peak
-    is at most ``enough`` (bytes), or the effort is spent. ``starts``: sequences of runs (names of ops) to start
-    from."""
+    """Lower the smallest peak of ``search`` by descents, until several gain nothing, it is within its budget
+    or ``enough``, or the effort is over.
+    """
     search.prepare(starts)
     stalls = 0
     while (
@@ -347,8 +328,6 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort:
 
 
 def _fit(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
-    """Search for any plan within the budget of ``search``, however large its overhead is; the search ends with the
-    first one, or when a peak is at most ``enough`` (bytes). ``starts``: sequences of runs (names of ops) to start
-    from."""
+    """Search for any plan within the budget of ``search``, or with a peak of at most ``enough`` bytes."""
     search.enough = lambda overhead: math.isfinite(overhead) or _peak_of(search) <= enough
     search.run(starts, effort)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimeShares:
-    """How the strategy ``auto`` divides its time limit. Each field is a share of the time limit (0 to 1), unless its
-    text states another unit.
+    """How ``auto`` divides its time limit: shares from 0 to 1, unless a field states another unit.
 
-    The values were chosen by trial, on the networks of benchmarks/planner_gaps.py with limits of 5 to 60 seconds.
-    Single measurements were not recorded.
+    Chosen by trial on the networks of benchmarks/planner_gaps.py, 5 to 60 seconds, without records.
     """
 
     cut: float = 0.3

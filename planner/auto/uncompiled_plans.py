@@ -25,11 +25,10 @@ loops takes longer than that."""
 
 
 def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan | None:
-    """Return the cheapest plan found within ``budget`` bytes without compiled loops: by the strategies `ChenSqrt` and
-    `ChenGreedy` and by simulations of eviction. None if no plan is found.
+    """Return the cheapest plan within ``budget`` bytes that `ChenSqrt`, `ChenGreedy` and eviction find
+    without compiled loops, or None.
 
-    ``seconds``: the time limit if a plan fits. If the two strategies find none, eviction may go on until four times
-    this time.
+    Eviction may take `LONGEST` times ``seconds`` if nothing else fits.
     """
     effort = Effort(seconds * LONGEST)
     best = _best_of_chen(graph, budget, effort.part(seconds)) if graph.has_phases else None

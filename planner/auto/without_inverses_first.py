@@ -1,9 +1,4 @@
-"""Search for plans of a problem without its inverses first, then with them. Inverses are further ops that compute a
-tensor from tensors that were computed from it.
-
-Inverses enlarge the search space, and most plans use few of them. So a plan that was found without them is a good start
-for the search with them.
-"""
+"""Search for plans of a problem without its inverses first: they enlarge the search space, and most plans use few."""
 
 from __future__ import annotations
 
@@ -21,9 +16,7 @@ def search_without_inverses_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search for plans of several variants of one problem, in the order of ``problems``. Each search starts from the
-    plans that were found for earlier variants.
-    """
+    """Search variants of one problem in order, each from the plans of earlier ones, and return the plans found."""
     found: Found = []
     for problem in problems:
         starts = tuple(plan for _, one in found if (plan := transfer_plan(one, problem)))

@@ -1,7 +1,6 @@
-"""A planning problem as arrays for the regression search (`regression`): only the tensors that matter for the peak.
+"""A planning problem as arrays for the regression search (`regression`), without small tensors.
 
-Small tensors are left out: their sizes count as 0, which only lowers bounds, and `Demands.left_out` says by how many
-bytes a construction may be too small for that.
+Their sizes count as 0, which only lowers bounds; `Demands.left_out` is what a construction may lack.
 """
 
 from __future__ import annotations
@@ -87,10 +86,10 @@ class Demands:
 
 
 def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> Demands:
-    """Return a problem for the regression search. Inverses are left out.
+    """Return a problem for the regression search, without inverses.
 
-    ``tiny``: tensors are left out up to a size such that those that are no outputs sum to this share of the largest
-    working set. ``smallest``: tensors of at most so many bytes are left out in any case.
+    ``tiny``: small tensors are left out that together have this share of the largest working set;
+    ``smallest``: and all up to this size.
     """
     ops, inputs, once = tuple(needed_ops(graph)), set(graph.inputs), set(graph.never_rerun)
     # An op that writes nothing must run all the same: it gets an output of no bytes, with the op's own name.

@@ -1,8 +1,7 @@
-"""Descent by groups: regress only what a part of the demanded tensors is computed from, until fewer bytes are demanded.
+"""Descent by groups: regress neighbouring demanded tensors while the others stay, always over the lowest hill
+to a smaller set.
 
-A search over a whole set of hundreds of tensors, such as all gradients of a network, expands too many states. Here a
-group of tensors, neighbours in the order of the ops, is searched while the others stay demanded. The group with the
-lowest hill between the set and a smaller one is taken, and so on.
+A search over hundreds of tensors at once, such as all gradients, would expand too many states.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class Descent:
 def descend_by_groups(
     tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort, deepest: bool = True
 ) -> Descent:
-    """Descend from the set ``start`` until it is certified (see `regression`) within the level so far.
-
-    ``level``: bytes that the actions may take in any case. ``limit``: of states to expand for one group.
+    """Descend from ``start`` until the set is certified within the level so far. ``limit``: of states for one
+    group.
     """
     actions: list[int] = []
     demanded = list(start)

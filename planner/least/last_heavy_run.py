@@ -1,10 +1,8 @@
 """A lower bound of the peak from the last heavy run before some tensors are all resident.
 
-Let a set of tensors, such as the outputs, be resident at some time. Let heavy ops be those that need at least h bytes,
-some of which must run before. Consider the last run of a heavy op v before that time. Afterwards no heavy op runs until
-the set is complete, so whatever the set is computed from through heavy ops is resident during the run: these bytes
-are at least a minimum cut between the set and the heavy ops. What v itself reads and writes is counted in its own need.
-So no plan has a peak below the least, over all heavy v, of need(v) + the cut without these tensors.
+After the last run of an op of at least h bytes, no heavy op runs until the set is complete. What it is
+computed from through heavy ops is resident during that run: at least a minimum cut between them. So a peak is
+at least the least, over heavy v, of need(v) + the cut without what v reads and writes.
 """
 
 from __future__ import annotations
@@ -44,8 +42,9 @@ class LastHeavyRun:
         self.work = [sum(demands.sizes[t] for t in {*r, *w}) + op.workspace for op, r, w in pairs]
 
     def bound(self, goal: Sequence[int], known: int, most: int) -> int:
-        """Return a lower bound of the peak, without inputs, of plans during which the tensors ``goal`` are resident at
-        once. ``known``: a known bound, which is returned if no better one is found. ``most``: maximum flows."""
+        """Return a bound of the peak, without inputs, while all tensors ``goal`` are resident, at least
+        ``known``. ``most``: maximum flows.
+        """
         until, threshold = self.flows + most, float("inf")
         ops = self._needed(goal)
         for work in sorted({self.work[v] for v in ops}, reverse=True):
@@ -59,8 +58,9 @@ class LastHeavyRun:
         return known
 
     def _with(self, goal: Sequence[int], heavy: list[int], known: int, work: int, until: int) -> int:
-        """Return the bound for the heavy ops ``heavy``, of at least ``work`` bytes each; 0 if it is not above
-        ``known`` or takes more flows than until ``until``."""
+        """Return the bound for ops ``heavy`` of at least ``work`` bytes; 0 if it is not above ``known`` or
+        takes too many flows.
+        """
         if self._cut(goal, heavy, ()) + work <= known:
             return 0
         least = None

@@ -1,10 +1,8 @@
-"""Plans near the least peak, and a proof of how low a peak can be.
+"""Plans near the least peak, and a proof of how low a peak can be: values, proofs, then a descent from the
+outputs.
 
-First come the values of all tensors (`values`), then the proofs. Then a descent back in time from the outputs at a
-level slightly above what is proven (`group_descent`). It must not eliminate results of the backward half, because each
-of these costs a whole step; only if it gets stuck, the rest is eliminated. The actions are unfolded into runs
-(`unfold`), which are shortened (`reuse`, then the annealer's tidying). If no plan is found at a level, the next one is
-tried.
+It keeps results of the backward half if it can, because each costs a whole step. Actions are unfolded into
+runs and shortened. If there is no plan at a level, the next is tried.
 """
 
 from __future__ import annotations
@@ -60,9 +58,8 @@ NEAR_LEAST = NearLeastOptions()
 
 
 def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | None:
-    """Return a plan with a peak near the least, or None if none is found whose peak is below ``known`` bytes.
-
-    What is proven of the least peak is recorded for `min_peak_bound`. Inverses are not used.
+    """Return a plan with a peak near the least and below ``known`` bytes, or None. The proven bound is
+    recorded for `min_peak_bound`.
     """
     plain = without_inverses(graph)
     demands = demands_of(plain)
@@ -140,8 +137,7 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
 def _tidied(
     graph: TrainingGraph, plain: TrainingGraph, demands: Demands, runs: list[int], effort: Effort
 ) -> Plan | None:
-    """Return the plan of a sequence of runs without those that its peak does not need; None if it breaks an order that
-    the problem requires, or is too long."""
+    """Return the plan of a sequence without needless runs; None if it is too long or its order is not allowed."""
     names = [demands.ops[v].name for v in runs]
     annealer = Annealer(plain)
     once = set(graph.never_rerun)

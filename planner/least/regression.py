@@ -1,17 +1,14 @@
-"""Regression search: plan backwards in time, from a set of tensors that must be resident at once to the empty set.
+"""Regression search: plan backwards, from a set of tensors that must be resident at once to the empty set.
 
-A state is the set of tensors that are demanded at some time. An action takes a step back in time: it *regresses* an op
-(what the op writes leaves the set, what it reads enters), or *eliminates* a tensor (the tensor is computed from nothing
-just before, while the rest is resident; this takes `Tables.value` bytes). The *level* of a state is the largest number
-of bytes on the way to it. The search expands the state of the least level first, as Dijkstra's algorithm does, so the
-level of the first end state is the least possible, and the level of the states left over is a proven bound.
+An action *regresses* an op (its writes leave the set, its reads enter) or *eliminates* a tensor (it is
+computed from nothing just before, within `Tables.value` bytes). The *level* is the most bytes on the way.
+States of least level are expanded first, as in Dijkstra's algorithm, so what is left over proves a bound.
 
-Two rules hold without loss, at the level of the state: a tensor that can be eliminated within the level is, because
-fewer demanded tensors are never worse. And an op is regressed at once if this fits the level, demands no more bytes
-than before, and nothing else that is demanded is computed from what it writes.
+Two rules lose nothing at a state's level: eliminate what fits, and regress an op at once if it fits, demands
+no more bytes, and nothing else demanded depends on it.
 
-A set is *certified* within some bytes if its tensors can be eliminated one after the other in the order of rising
-value − size, the order of Sethi and Ullman (1970) for registers. So a search may end at any certified set.
+A set is *certified* within bytes if its tensors can be eliminated by rising value − size (Sethi and Ullman
+1970).
 """
 
 from __future__ import annotations
@@ -113,8 +110,9 @@ def eliminate_all(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Eliminate tensors that are not frozen, as long as that fits ``level``. Return the number of tensors left, their
-    bytes and the number of actions, which are written to ``actions`` from ``made`` on: -1 - t for tensor t."""
+    """Eliminate tensors that are not frozen as long as that fits ``level``. Return the tensors left, their
+    bytes, and the actions written.
+    """
     while True:
         best, least = -1, NEVER
         for i in range(n):
@@ -237,12 +235,11 @@ def grown(array: Ints, used: int, more: int) -> Ints:
 def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
-    """Search backwards from the set ``start``.
+    """Search backwards from ``start``. Return the level, a proven bound, the states expanded, the actions,
+    and the set at their end.
 
-    ``frozen``: by tensor, whether it stays demanded. ``low``: a known lower bound of the level; the search ends there.
-    ``goal``: if not negative, an end state is one of fewer bytes; else it is any state, and its level is that of its
-    certificate. ``limit``: of states to expand. ``deepest``: of states of one level, expand the one whose latest
-    tensor is the earliest first; else the smallest. ``enough``: the search may end at this level, too.
+    ``goal``: bytes to get below, or negative: certify the set. ``frozen`` tensors stay demanded; it ends at
+    ``low``, ``enough`` or ``limit`` states.
     """
     n, size = start.size, 0
     room = n + T.size.size
@@ -340,6 +337,7 @@ def search(
                 if not frozen[demanded[i]]:
                     latest = max(latest, T.maker[demanded[i]])
             keys[states, 0] = level
+            # Of equal levels, the earliest or the smallest state first.
             keys[states, 1], keys[states, 2] = (latest, size) if deepest else (size, latest)
             if level < best and n:
                 waiting = push(heap, waiting, states, keys)

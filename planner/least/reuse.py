@@ -1,8 +1,7 @@
-"""Shorten a sequence of runs within a budget: results that are computed again later stay resident if there is room.
+"""Shorten a sequence of runs within a budget: what will be computed again stays, and its later runs are left
+out.
 
-The sequence is replayed. What it needs at a time is resident anyway. Of the rest, whatever will be computed again
-stays, and its later runs are left out; if memory is short, the tensor that is read latest goes, which is the rule of
-Belady (1966). A pass takes linear time, so sequences of a million runs are shortened in a second.
+If memory is short, what is read latest goes (Belady 1966). A pass takes linear time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Unfold actions back in time into a sequence of runs within a number of bytes.
+"""Unfold actions back in time into runs within a number of bytes, with eliminations put off as long as
+possible.
 
-The actions eliminate tensors as early as they can, which recomputes far too often. Here an elimination is put off: the
-tensor stays demanded, until its bytes are needed or an earlier op reads it anyway. Tensors that stay although the
-actions eliminate them are *extras*. They remain certified (see `regression`) at all times, so there is always one that
-can be eliminated. The one that costs least for its bytes and the distance to its next use is.
+Tensors that stay though the actions eliminate them are *extras*. They remain certified, so one can always go:
+the cheapest for its bytes and the distance to its next use.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ class TooLong(Exception):
 
 
 class Unfolding:
-    """A sequence of runs that grows back in time. The tensors that are demanded belong to *frames*: one for each
-    elimination in progress, and one for the outputs."""
+    """A sequence of runs that grows back in time. Demanded tensors belong to *frames*: the outputs', and each
+    elimination's.
+    """
 
     def __init__(self, values: Values, limit: int, most: int) -> None:
         self.values, self.demands, self.limit, self.most = values, values.demands, limit, most
@@ -54,8 +54,9 @@ class Unfolding:
         return [float(total[v]) for v in self.maker]
 
     def _riders(self) -> dict[int, list[int]]:
-        """Return, for each large tensor, the ops that read it and write only small outputs or gradients. They run as
-        soon as all that they read is resident."""
+        """Return, by large tensor, its readers that write only small outputs or gradients. They run when all
+        they read is resident.
+        """
         riders: dict[int, list[int]] = {}
         outputs = set(self.demands.outputs)
         for v, op in enumerate(self.demands.ops):
@@ -68,9 +69,7 @@ class Unfolding:
         return riders
 
     def run(self, actions: Sequence[int]) -> list[int]:
-        """Return the ops to run, in order, from nothing to the outputs. ``actions``: from the outputs, back in time;
-        the set at their end must be certified.
-        """
+        """Return the ops to run, in order. ``actions``: from the outputs back in time, to a certified set."""
         frame: set[int] = set()
         for t in self.demands.outputs:
             if self.demands.large[t]:
@@ -185,8 +184,9 @@ class Unfolding:
         return min(extras, key=lambda t: (self.key[t], t))
 
     def _finish(self, frame: set[int], actions: Sequence[int]) -> None:
-        """Regress the tensors of a frame to nothing. ``actions`` are followed until the frame is certified. From then
-        on, the latest op is regressed as long as the frame stays certified; otherwise a tensor is eliminated."""
+        """Regress a frame to nothing: by ``actions`` until it is certified, then the latest op while it stays
+        so, else an elimination.
+        """
         at, certified = 0, False
         while frame:
             certified = certified or self._is_certified(frame, self.bytes)

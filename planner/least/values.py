@@ -1,7 +1,7 @@
-"""Values: for each tensor, a peak within which it can be computed from nothing, and a proven bound for each op.
+"""Values: for each tensor, a peak within which it can be computed from nothing, and a proven bound for each
+op.
 
-Ops are valued in their order, so all that an op reads has a value before. The value of what an op writes is the least
-level that the regression search finds for the op's reads, but at least the bytes that the op itself needs.
+An op's value is the least level found for its reads, but at least its own need. Ops are valued in order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Values:
         self.free = np.zeros(len(self.demands.sizes), np.bool_)
 
     def run(self, limit: int, groups: int) -> None:
-        """Find the values of all tensors. ``limit``: of states to expand for one op. ``groups``: the same for each
-        search of a descent by groups, which follows if the first search is not good enough."""
+        """Find the values of all tensors. ``limit``: of states for one op. ``groups``: for each search of a
+        descent that may follow.
+        """
         work, maker = self.demands.work, self.demands.tables.maker
         self.largest = int(work.max(initial=0))
         for v, reads in enumerate(self.demands.reads):

@@ -8,11 +8,8 @@ from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Needs, S
 
 
 def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
-    """Return the predicted time of a step on two lanes (CUDA streams or threads), in the unit of `Op.cost`.
-
-    Ops before the first backward op run one after another. From there on, each lane starts its next op as soon as
-    ``needs`` allow. If ``sharing.speed`` is at least 0.5, the result is at most the sum of all ops' costs, of
-    ``sharing.handover`` for each wait of one lane for the other, and of ``sharing.start``.
+    """Return the predicted time of a step on two lanes, in the unit of `Op.cost`. Lanes start ops as soon as
+    ``needs`` allow.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
@@ -25,6 +22,7 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
     now = sum(graph.op[name].cost for name in runs[: where.fork]) + sharing.start
     done = [0, 0]
     left = [lane[0] if lane else 0.0 for lane in cost]
+    # At a speed of at least 0.5, the result is at most the sum of all costs and handovers.
     while any(done[lane] < len(cost[lane]) for lane in (MAIN, RECOVERY)):
         running = [
             lane
@@ -42,9 +40,7 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:
-    """Return, for each op execution of a lane, whether it waits for the other lane: whether its number in ``needs`` is
-    larger than the previous one.
-
-    ``needs``: for each op execution, how many of the other lane must have finished before it starts, ascending.
+    """Return, for each run of a lane, whether it waits for the other lane: its entry in ``needs`` is above
+    the one before.
     """
     return [wanted > had for had, wanted in zip((0, *needs), needs, strict=False)]

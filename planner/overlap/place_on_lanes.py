@@ -22,32 +22,23 @@ USUAL = Sharing()
 def fastest_on_two_lanes(
     graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
 ) -> Plan | None:
-    """Divide the op executions of each plan into two lanes (CUDA streams or threads) whose memory together stays within
-    ``budget`` bytes, and return the divided plan with the shortest predicted time.
-
-    Plans that exceed the budget, and plans that rematerialise nothing after their first backward op, are left out.
-    Return None if no plan is left. ``sharing``: how the lanes share the device, for the prediction.
+    """Return the plan, divided into two lanes within ``budget`` bytes, with the shortest predicted time; None
+    if none can be divided.
     """
     laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
     return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
 
 
 def saved(plan: Plan, cost: float) -> float:
-    """Return the share of a step's time that the two lanes of a plan are predicted to save; negative if they take
-    longer, 0 if the plan has only one lane.
-
-    ``cost``: the time of the step on one lane, in the unit of `Op.cost`.
+    """Return the share of a step's time ``cost`` that two lanes are predicted to save; negative if longer, 0
+    with one lane.
     """
     return 1 - plan.lanes.makespan / cost if plan.lanes and cost else 0.0
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
-    """Return the plan with its op executions divided into two lanes (CUDA streams or threads). Together the lanes stay
-    within ``budget`` bytes, however fast one runs relative to the other. One lane waits for the other only where data
-    dependences or the budget require it.
-
-    Return None if the plan rematerialises nothing after its first backward op, or if it exceeds the budget on one lane.
-    ``sharing``: how the lanes share the device, for the predicted time.
+    """Return the plan on two lanes within ``budget`` bytes at any relative speed; None if nothing is
+    rematerialised or it exceeds the budget.
     """
     runs = tuple(runs_of(plan.schedule))
     laned = Laned(graph, runs, place(graph, runs))
