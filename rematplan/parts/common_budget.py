@@ -1,8 +1,7 @@
 """Plan the parts of a model under one common budget.
 
-Equal parts are one stage of a rank, and their calls are its micro-batches: each forward comes before all backwards, so
-that the search for a rank's plans (`RankSearch`) knows the sum of what all parts keep. What the rest holds is charged
-during the whole step.
+Equal parts are one stage, and their calls its micro-batches, so that `RankSearch` knows the sum of what all keep.
+What the rest holds is charged during the whole step.
 """
 
 from __future__ import annotations
@@ -224,10 +223,8 @@ def of_part(asked: PlanOptions) -> PlanOptions:
 def part_problem(
     step: CapturedStep, planner: Planner, number: int, times: int = 1
 ) -> tuple[CapturedStep, StageProblem]:
-    """Return a part's step with inverses, and its planning problem as the stage with this number.
-
-    ``times``: how often the part runs in a step. Costs are those of all these runs.
-    """
+    """Return a part's step with inverses, and its problem as stage ``number``, with the costs of its ``times`` runs
+    in a step."""
     step = planner.with_inverses(step)
     graph = planner.problem(step)
     ops, inverses = (
@@ -254,10 +251,7 @@ def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
 
 
 def _charged(measured: int, largest: int = 0) -> int:
-    """Return the bytes that are charged for those that were measured outside of the parts.
-
-    ``largest``: the largest tensor among them, if ops may run there, which need a workspace.
-    """
+    """Return the bytes charged for those measured outside of the parts. ``largest``: a workspace for ops there."""
     return measured + int(MARGIN * measured) + largest
 
 
@@ -281,10 +275,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankActions:
-    """Return the forwards and backwards of the parts as the actions of a rank.
-
-    ``loss``: the bytes of a loss outside of the model, from before the first backward on.
-    """
+    """Return the forwards and backwards of the parts as a rank's actions. ``loss``: bytes of a loss outside, charged
+    from backwards on."""
     seen: Counter[EqualParts] = Counter()
     places = []
     for _, group in rehearsed.calls:

@@ -32,8 +32,8 @@ def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str,
 
 
 def modules_to_try(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the modules inside of a model of which one may be worth a plan: not single layers of PyTorch,
-    and no modules that are planned."""
+    """Return, by name, the inner modules that may be worth a plan: no single layers of PyTorch, and none that are
+    planned."""
     return {
         name: part
         for name, part in model.named_modules()

@@ -15,10 +15,8 @@ from rematplan.runtime.graph.compat import TorchDispatchMode, pytree
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, inside of a ``with`` statement, the storages that ATen ops return, from then until they are freed.
-
-    ``known``: tensors that exist before, and are not counted.
-    """
+    """Counts, inside of a ``with`` statement, the storages that ATen ops return until they are freed, except those
+    of ``known``."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

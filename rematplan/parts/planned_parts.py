@@ -53,15 +53,13 @@ class Division:
 
 
 class PlannedParts:
-    """Runs the training steps of one model, whose parts are planned under one budget.
-
-    ``options``: what the user asks. ``parts``: by name, the modules that may be planned. ``error``: why the whole model
-    cannot be captured: then those parts are planned that can be; None if the user stated the parts.
-    """
+    """Runs the training steps of one model, whose parts are planned under one budget."""
 
     def __init__(
         self, options: PlanOptions, parts: Mapping[str, nn.Module], error: ModelError | None = None
     ) -> None:
+        #: ``error``: why the whole model cannot be captured, so that those parts are planned that can be; None
+        #: if the user stated the parts.
         self.options, self.parts, self.error = options, parts, error
         self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
         """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
@@ -207,8 +205,8 @@ class PlannedParts:
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether a rehearsal with arguments of these sizes is enough for a call: no tensor is larger in any
-    dimension, except small ones such as labels."""
+    """Return whether a rehearsal at these sizes is enough for a call: no tensor is larger in a dimension, except
+    small ones."""
     if [t.dim() for t in tensors] != [len(shape) for shape in sizes]:
         return False
     most = SMALL * sum(t.nbytes for t in tensors)

@@ -1,9 +1,7 @@
 """A rehearsal of a model's training step: which of its modules can be planned, and what the rest of the step holds.
 
-The model runs its forward and its backward once, and all its state is restored. Each part (a module that is planned)
-runs without gradients. In the autograd graph, a placeholder takes its place: it holds the part's inputs and outputs to
-the end of its backward, and its gradients are zeros. So the bytes that exist outside of the parts are those of the
-rest.
+The model runs forward and backward once, and is restored. Placeholders of the parts hold their inputs and outputs
+and give zero gradients, so the bytes outside of the parts are those of the rest.
 """
 
 from __future__ import annotations
@@ -108,16 +106,15 @@ class EqualParts:
 
 @dataclass(frozen=True)
 class Event:
-    """The forward (F) or backward (B) of a part, and the bytes that exist outside of the parts.
-
-    ``call``: the position of the part in `Rehearsed.calls`. ``before``: the most bytes since the previous event.
-    ``during``: the bytes when it begins.
-    """
+    """The forward (F) or backward (B) of a part, and the bytes that exist outside of the parts."""
 
     kind: Literal["F", "B"]
     call: int
+    """The position of the part in `Rehearsed.calls`."""
     before: int
+    """The most bytes since the previous event."""
     during: int
+    """The bytes when it begins."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,10 +150,8 @@ class Rehearsed:
         return max(self.ending, *(max(event.before, event.during) for event in self.events))
 
     def with_calls(self, more: Sequence[tuple[str, EqualParts]], repeated: int | None = None) -> Rehearsed:
-        """Return what is assumed of a step that makes further calls of parts, after its others.
-
-        ``repeated``: as the attribute; None if it stays the same.
-        """
+        """Return what is assumed of a step with further calls of parts after the others. ``repeated``: None for no
+        change."""
         if not more:
             return self
         held, first, end = sum(group.held for _, group in more), len(self.calls), len(self.calls) + len(more)
@@ -175,13 +170,11 @@ class Rehearsed:
 
 
 class Rehearsal:
-    """Rehearses the training steps of one model.
-
-    ``model``: the model. ``parts``: the modules that may be planned, by name. Of modules inside of each other, the
-    outer one is planned if it can be captured. ``stated``: whether the user stated them, so that each must be captured.
-    """
+    """Rehearses the training steps of one model."""
 
     def __init__(self, model: nn.Module, parts: Mapping[str, nn.Module], *, stated: bool) -> None:
+        #: Of ``parts`` inside of each other, the outer is planned if it can be captured. ``stated``: whether
+        #: each must be.
         self.model, self.parts, self.stated = model, parts, stated
         self._groups: list[EqualParts] = []
         self._calls: list[tuple[str, EqualParts]] = []
@@ -277,8 +270,7 @@ class Rehearsal:
         return frozenset((*by_inputs, *by_weights))
 
     def _uncalled(self) -> list[tuple[str, EqualParts]]:
-        """Return a call of each module that did not run now but is equal to a part that did, since it may run in other
-        steps (layers that are dropped by chance)."""
+        """Return a call of each module that did not run but equals a part that did: layers may be dropped by chance."""
         called = {name for name, _ in self._calls}
         found = []
         for name, part in self.parts.items():

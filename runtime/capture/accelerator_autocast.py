@@ -1,5 +1,5 @@
-"""Mixed precision of a step that is captured on the CPU: PyTorch's autocast, with the list of an accelerator if the
-step is to run on one."""
+"""PyTorch's autocast for a step that is captured on the CPU, with an accelerator's list if the step is to run on
+one."""
 
 from __future__ import annotations
 

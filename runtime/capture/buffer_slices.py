@@ -1,8 +1,7 @@
 """Count a buffer once that is written slice by slice and read only where it was written last, as in eager mode.
 
-A functional trace turns ``tile = buffer[:, :n]; torch.mm(h, w, out=tile); tile.exp_()`` into scatters: each returns a
-copy of the whole buffer in which one slice is new, so the buffer would count twice. If nothing reads the rest of such a
-copy, it needs no earlier buffer. It is then a new buffer of which only the slice is written, with the same strides.
+A functional trace turns each write into a scatter, which copies the whole buffer. If nothing reads the rest of the
+copy, a new buffer is enough, of which only the slice is written.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class NewBuffer:
 
 
 def with_new_buffers(step: CapturedStep) -> CapturedStep:
-    """Return the step with a `NewBuffer` in place of each scatter whose result is read only where the scatter wrote, or
-    is a buffer in which such a scatter writes next."""
+    """Return the step with a `NewBuffer` for each scatter of which nothing but the part that it wrote is read."""
     if not any(call.target in PARTS for call in step.calls):
         return step
     readers: dict[str, list[Call]] = {}
@@ -70,6 +68,7 @@ def with_new_buffers(step: CapturedStep) -> CapturedStep:
         if where is None or call.results[0] in outputs:
             continue
         fake = step.values[str(call.results[0])].fake
+        # Or it is a buffer in which such a scatter writes next.
         if is_dense(fake) and all(
             _reads_part(step, call, reader, new) for reader in readers.get(str(call.results[0]), ())
         ):
@@ -80,10 +79,8 @@ def with_new_buffers(step: CapturedStep) -> CapturedStep:
 
 
 def _reads_part(step: CapturedStep, scatter: Call, reader: Call, new: Mapping[str, Call]) -> bool:
-    """Return whether a call reads, of a scatter's result, nothing but the part that the scatter wrote.
-
-    ``new``: the later scatters that need no earlier buffer.
-    """
+    """Return whether a call reads, of a scatter's result, nothing but the part that the scatter wrote. ``new``:
+    later such scatters."""
     buffer = Ref(str(scatter.results[0]))
     if reader.name in new:
         return list(refs((reader.args, reader.kwargs))).count(buffer) == 1 and reader.args[0] == buffer

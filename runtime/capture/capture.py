@@ -22,11 +22,10 @@ def capture(
     root: nn.Module | None = None,
     decisions: ValueGuardRecorder | None = None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)`` and its backward, and return both as one step of ATen calls. The module must return a
-    tensor (the loss, for example) or a tuple of tensors.
+    """Trace ``module(*batch)``, a tensor or tuple of them, with its backward as one step of ATen calls, and leave
+    the module unchanged.
 
-    No output may be a view of an input, of a parameter or of another output. The module's parameters, buffers,
-    gradients, attributes and random state are left unchanged.
+    No output may be a view of an input, a parameter or another output.
     """
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions)).step)

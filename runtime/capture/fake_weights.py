@@ -20,10 +20,8 @@ DRAWS = frozenset(
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Create modules on the meta device inside the block, without drawing their initial weights.
-
-    Drawing would take most of the time of creating a module, even if there are no numbers to fill.
-    """
+    """Create modules on the meta device inside the block, without drawing initial weights, which would take most of
+    the time."""
     with torch.device("meta"), _Undrawn():
         yield
 
@@ -56,9 +54,7 @@ def empty(
     device: torch.device = CPU,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace each parameter and buffer of a module by a fake tensor (without data) with the same shape, strides and
-    type. The module is changed in place. Tied tensors stay tied.
-    """
+    """Replace a module's parameters and buffers, in place, by fake tensors like them. Tied tensors stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():
         for table in (part._parameters, part._buffers):

@@ -26,35 +26,27 @@ from rematplan.runtime.guards.state_writes import Write
 
 @dataclass(frozen=True, slots=True)
 class ResultTensor:
-    """A placeholder for an output tensor of the planned step, in the nested structure that a planned model returns.
-    When a call ends, the tensor replaces it.
-
-    ``at``: the tensor's position among the step's outputs.
-    """
+    """A placeholder for an output tensor of the planned step in what a planned model returns; the tensor replaces
+    it."""
 
     at: int
+    """The tensor's position among the step's outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentLeaf:
-    """A placeholder for an object that the caller passed as an argument, in the nested structure that a planned model
-    returns. When a call ends, the object replaces it.
-
-    ``at``: the object's position among the leaves of the arguments.
-    """
+    """A placeholder for an object that the caller passed in what a planned model returns; the object replaces it."""
 
     at: int
+    """The object's position among the leaves of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A placeholder for a parameter or buffer of the model, in the nested structure that a planned model returns. When
-    a call ends, the parameter or buffer replaces it.
-
-    ``at``: its name in the model.
-    """
+    """A placeholder for a parameter or buffer of the model in what a planned model returns; that tensor replaces it."""
 
     at: str
+    """Its name in the model."""
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -68,13 +60,11 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the pytree structure of the pair ``(args, kwargs)``, as `flattened` does for any pytree.
-
-    If all arguments are leaves, calls with the same number of positional arguments and the same keywords get the same
-    structure object, so that two structures are compared quickly.
-    """
+    """Return the leaves and the pytree structure of ``(args, kwargs)``. Flat calls of the same form share one
+    structure object."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
+        # Equal objects are compared quickly.
         return leaves, _flat_spec(len(args), tuple(kwargs))
     return flattened((args, kwargs))
 
@@ -113,24 +103,7 @@ def refill(arguments: Any, left: Any) -> Any:
 class FlatModel(nn.Module):
     """A model as a function of the tensors among its arguments that returns a flat tuple of tensors.
 
-    Args:
-        model: the model.
-        forward: the function to call, in general the model's forward.
-        leaves: the leaves of the arguments.
-        spec: the pytree structure of the arguments.
-        state: the Python state before the forward, and the changes that the forward makes in it.
-
-    Each call sets the attributes below. From these and the returned tensors, the model's nested results can be rebuilt.
-
-    ``outputs``: the pytree structure of a triple. The first item is the results. The second item is a list of pairs:
-    a change of Python state (`Write`), and the value that is stored. The third item is the arguments if the forward
-    changed a list or dictionary among them, otherwise None.
-
-    ``constants``: the leaves of this triple, with placeholders: a `ResultTensor` for each output tensor, an
-    `ArgumentLeaf` for each leaf of changed arguments or stored values that the caller passed, and a `ModuleTensor` for
-    each parameter or buffer in stored values. ``count``: the number of output tensors. ``attributes``: the positions,
-    as text, of output tensors that occur only in the second item. ``lost``: the names of what the forward changes and a
-    planned call does not, because it has tensors that are not found.
+    Each call sets the attributes from which, with the returned tensors, the nested results are rebuilt.
     """
 
     def __init__(
@@ -152,17 +125,23 @@ class FlatModel(nn.Module):
             for leaf in leaves
         ]
         self._spec = spec
+        #: The structure of the results, a list of each `Write` with its value, and the arguments if the
+        #: forward changed a list or dictionary in them.
         self.outputs: pytree.TreeSpec
+        #: Its leaves, with a `ResultTensor`, `ArgumentLeaf` or `ModuleTensor` for each tensor that is known.
         self.constants: list[Any] = []
         self.count = 0  # the number of tensors among the outputs
+        #: The positions, as text, of output tensors that occur only in the list of writes.
         self.attributes: frozenset[str] = frozenset()
+        #: What the forward changes and a planned call does not, because it has tensors that are not found.
         self.lost: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model with these tensors in its arguments, and return the tensors in its results, in the attributes
-        that it set and in the arguments that it changed.
+        """Call the model with these tensors. Return, each once, those in its results, in what it set and in the
+        arguments it changed.
 
-        Each tensor is returned once. If it is a view, an input, a parameter or a buffer, a copy is returned.
+        A view, an input, a parameter or a buffer is copied. Raises `ModelError` if a planned step cannot return
+        them.
         """
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)

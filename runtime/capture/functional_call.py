@@ -11,14 +11,12 @@ from torch.func import functional_call
 
 
 def slots(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers by slot: the qualified name of the attribute that contains the tensor,
-    such as ``encoder.weight``.
-
-    A tied tensor has several slots. A submodule with several names counts under its first name only: otherwise
-    `functional_call` would replace its tensors twice, and restore the originals only once.
-    """
+    """Return a module's parameters and buffers by the qualified name of each attribute that has one: several for a
+    tied tensor."""
     return {
         f"{path}.{name}" if path else name: tensor
+        # A submodule with several names counts under the first: `functional_call` would replace its tensors
+        # twice and restore them once.
         for path, owner in module.named_modules()
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
         if tensor is not None

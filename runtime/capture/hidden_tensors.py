@@ -1,5 +1,4 @@
-"""Checks for inputs, outputs and hooks that a planned step cannot have: sparse and nested tensors, tensors inside
-objects that PyTorch's pytrees do not search, and hooks with side effects."""
+"""Checks for what a planned step cannot have: sparse, nested or hidden tensors, and hooks with side effects."""
 
 from __future__ import annotations
 
@@ -41,10 +40,10 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
-    """Return whether a tensor is found among an object's attributes, in containers and objects inside them included.
-    Also true for an iterator, because it may compute tensors when it is read.
+    """Return whether a tensor is among an object's attributes, or in containers and objects there; true for an
+    iterator.
 
-    Functions, classes and modules inside the object are not searched.
+    Functions, classes and modules inside are not searched.
     """
     if isinstance(one, Iterator):
         return True
@@ -63,8 +62,8 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
 
 
 def _behind(one: Any) -> list[Any]:
-    """Return the objects from which a search for tensors in ``one`` starts: its ``__dict__``, the values in its closure
-    if it is a function, and the instance if it is a bound method."""
+    """Return where a search for tensors in ``one`` starts: its ``__dict__``, a function's closure, a bound method's
+    instance."""
     values = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
     for cell in getattr(one, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
@@ -73,18 +72,15 @@ def _behind(one: Any) -> list[Any]:
 
 
 class NotGiven(ModelError, AttributeError):
-    """Raised when a caller uses an output that a planned step cannot return, because the output is an object with
-    tensors that PyTorch's pytrees do not find.
-
-    It is also an AttributeError, so that ``hasattr`` is false for such an output.
-    """
+    """Raised when a caller uses an output with tensors that pytrees do not find. As an AttributeError, it makes
+    ``hasattr`` false."""
 
 
 class Withheld:
-    """A placeholder for an output that a planned step cannot return, because the output is an object with tensors that
-    PyTorch's pytrees do not find. Calling it, iterating over it, and reading an attribute raise `NotGiven`.
+    """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating and reading
+    attributes raise `NotGiven`.
 
-    ``what``: the beginning of the error's message.
+    ``what``: the beginning of the message.
     """
 
     def __init__(self, what: str) -> None:
@@ -105,11 +101,8 @@ class Withheld:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """Return the names of a module's submodules that have hooks which may have side effects.
-
-    Not counted are hooks of the module itself, hooks of ``torch.nn.utils`` (weight normalisation, pruning) and hooks
-    with which ``transformers`` collects the outputs of inner layers: these only compute.
-    """
+    """Return the submodules with hooks that may have side effects. Hooks of ``torch.nn.utils`` and ``transformers``
+    only compute."""
     return [
         name
         for name, m in module.named_modules()

@@ -1,8 +1,5 @@
-"""Refuse forwards whose random numbers a captured graph cannot reproduce.
-
-A trace turns random numbers from outside PyTorch (Python, NumPy) into constants. It also does not repeat a call that
-seeds PyTorch's generator.
-"""
+"""Refuse forwards whose random numbers a graph cannot repeat: from Python or NumPy, or after a seed, which a trace
+makes constants."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ _OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset"
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Check that the block does not draw from the random number generators of Python and NumPy. The state of a
-    generator from which it drew is restored.
-    """
+    """Refuse a block that draws from generators of Python, NumPy or ``others``, and restore their states."""
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [_state(generator) for generator in generators]
     who = refused = None
@@ -65,9 +60,10 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def check_default_generator(names: Collection[str]) -> None:
-    """Refuse a forward whose code mentions `torch.default_generator`, or a variable that refers to one of PyTorch's
-    seeding functions, and a method that seeds a generator or returns its seed. It is refused even if the code is in a
-    branch that is not taken: neither can be replaced as in `no_seeding`.
+    """Refuse a forward whose code mentions `torch.default_generator`, or PyTorch's seeding functions, and a method
+    that seeds or returns a seed.
+
+    Branches that are not taken count.
     """
     if "default_generator" in names and not _OF_SEEDS.isdisjoint(names):
         raise ModelError(_SEEDS)
@@ -75,9 +71,9 @@ def check_default_generator(names: Collection[str]) -> None:
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions. Methods of
-    `torch.default_generator`, and names that were bound to a function before (``from torch import manual_seed``), are
-    not covered; `check_default_generator` refuses them.
+    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions.
+
+    Functions imported before, and methods of `torch.default_generator`, are left to `check_default_generator`.
     """
 
     thread = get_ident()  # all threads see the replaced functions

@@ -1,8 +1,7 @@
 """Treat an index of several dimensions, ``x[a, b]``, as eager mode does, while a step is traced with symbolic sizes.
 
-In such an index, eager mode skips a slice that covers its whole dimension. A slice ``:`` is therefore not traced. Of
-other slices, it is unknown with symbolic sizes which cover their dimension, so they are marked and removed later, once
-the sizes are known. (If the part is written to, a tracer repeats them without marks, and none is removed.)
+Eager mode skips a slice that covers its dimension. ``:`` is not traced; other slices are marked, and removed when
+sizes are known. Slices that are written to have no marks and stay.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ BASIC = (int, torch.SymInt, type(None), type(...))
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """Marks, inside the block, all ops that are traced for reading an index of several dimensions, ``x[a, b, ...]``.
-    Their calls in the captured step then have `Call.indexed` set. Slices ``:`` of such an index are not traced.
+    """Marks, inside the block, all ops of reading an index ``x[a, b, ...]`` (`Call.indexed`). Its slices ``:`` are
+    not traced.
 
-    In such an index, eager mode skips a slice that covers its whole dimension. The slice of ``x[a]`` is not marked,
-    because eager mode always runs it.
+    ``x[a]`` is not marked, because eager mode always runs it.
     """
 
     def __torch_function__(

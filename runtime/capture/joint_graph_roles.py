@@ -20,30 +20,22 @@ COPY = torch.ops.aten.copy_.default
 class ModuleRoles:
     """The roles that the tracer of a module describes.
 
-    ``names``: the module's names of parameters and buffers, by the names that the tracer uses. ``outputs``: the number
-    of the module's outputs; further ones are checks (assertions about values).
+    ``names``: the module's names by the tracer's. ``outputs``: their number; further ones are checks.
     """
 
     def __init__(self, names: Mapping[str, str], outputs: int) -> None:
         self.names, self.outputs = names, outputs
 
     def input(self, node: fx.Node, at: int) -> tuple[InputKind, str]:
-        """Return the kind of an input, and a text that identifies it: the name of a parameter or buffer, the position
-        of a tensor in the batch, or, for a tangent, the position of the output whose gradient it is.
-
-        ``node``: the input's node. ``at``: not used.
-        """
+        """Return an input's kind and target: a parameter's or buffer's name, a batch position, or the output that a
+        tangent is of."""
         del at
         kind, target = _describe_input(node.meta["desc"], self.names)
         return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        """Return the kind of an output, and a text that identifies it: the position of an output of the module, the
-        position of the input whose gradient it is, or the name of the parameter (for a gradient) or buffer (for its new
-        content). Return None if the step does not need the output.
-
-        ``at``: not used. ``description``: what the tracer says about the output.
-        """
+        """Return an output's kind and target: the position of an output or input, or the name of a parameter or
+        buffer; None if not needed."""
         del at
         found = _describe_output(description, self.names)
         if found is None:
@@ -55,11 +47,8 @@ class ModuleRoles:
 
 
 class PositionRoles:
-    """The roles of inputs and outputs by their positions. Inputs that get new content count as buffers.
-
-    ``module``: the joint graph. ``early``: the number of its results that are outputs; the results after them are
-    gradients.
-    """
+    """The roles of inputs and outputs by position. Inputs with new content count as buffers; results after ``early``
+    are gradients."""
 
     def __init__(self, module: fx.GraphModule, early: int) -> None:
         self.early = early
@@ -74,10 +63,7 @@ class PositionRoles:
         return ("buffer" if node in self.renewed or at in self.at else "batch"), str(at)
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        """Return the kind of the output at a position, and its position among the outputs or among the gradients.
-
-        ``description``: what the tracer says about the output; None if nothing.
-        """
+        """Return the kind of the output at a position, and its position among the outputs or among the gradients."""
         if at >= self.early:
             return "input gradient", str(at - self.early)
         return ("renewed" if type(description).__name__ == MUTATED else "output"), str(at)

@@ -1,7 +1,7 @@
-"""Trace a module on a batch as one joint graph of ATen calls, forward and backward, with fixed or with symbolic sizes.
+"""Trace a module on a batch as one joint graph of ATen calls, forward and backward, with fixed or with symbolic
+sizes.
 
-PyTorch traces and differentiates (`aot_export_joint_with_descriptors`); `read_fx` converts the graph into a step. The
-module is not changed.
+PyTorch traces (`aot_export_joint_with_descriptors`); `read_fx` converts the graph into a step.
 """
 
 from __future__ import annotations
@@ -84,31 +84,28 @@ OF_OPEN_SIZES = {
 
 @dataclass(frozen=True)
 class Traced:
-    """A captured step directly after tracing. `read_fx.finished` must be applied before the step is planned.
-
-    ``step``: the step. ``table``: the expressions of those sizes that are symbolic; None if all sizes are fixed.
-    """
+    """A captured step directly after tracing, to be completed by `read_fx.finished`."""
 
     step: CapturedStep
+    """The step."""
     table: ExpressionTable | None
+    """The expressions of symbolic sizes; None if all sizes are fixed."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The arguments of a trace of ``module(*batch)`` with its backward.
-
-    ``name``: the module's name, for the step and for messages. ``root``: a submodule; the step records for each call
-    the submodule that made it, by its name within ``root``. ``decisions``: records the control-flow decisions that
-    depend on values of inputs or buffers; None forbids such decisions. ``symbols``: creates symbols for the batch's
-    sizes; None traces with fixed sizes.
-    """
+    """The arguments of a trace of ``module(*batch)`` with its backward."""
 
     module: nn.Module
     batch: Sequence[torch.Tensor]
     name: str
+    """The module's name, for the step and for messages."""
     root: nn.Module
+    """For each call, the submodule that made it is recorded by its name within this one."""
     decisions: ValueGuardRecorder | None = None
+    """Records the decisions that depend on values of inputs or buffers; None forbids them."""
     symbols: BatchSymbols | None = None
+    """Creates symbols for the batch's sizes; None traces with fixed sizes."""
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
@@ -158,10 +155,8 @@ def _at_line(why: str, error: Exception) -> NotSymbolic:
 
 
 def _parts_without(module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of the largest submodules that have trainable parameters and contain no module of a class.
-
-    ``kind``: the class. A module list or dictionary has no forward, so its entries are yielded instead.
-    """
+    """Yield the largest submodules that have trainable parameters and contain no module of class ``kind``; entries
+    of module lists separately."""
     for name, part in module.named_children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or any(type(m) is kind for m in part.modules()):
             yield from (f"{name}.{inner}" for inner in _parts_without(part, kind))
@@ -220,11 +215,8 @@ def _of_batch(step: CapturedStep, count: int) -> CapturedStep:
 
 
 def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None) -> Any:
-    """Return what ``trace`` returns. If the forward reads values, trace it again: with the values that are known before
-    the step; and then while PyTorch says that it compiles, since many models skip an inspection of their data then.
-
-    ``untied``: the module that ``trace`` traces. ``decisions``: records the decisions; None forbids them.
-    """
+    """Return what ``trace`` returns. If the forward reads values, trace again with known ones, then as if PyTorch
+    compiled."""
     try:
         with undecided():
             return trace()
@@ -237,6 +229,7 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
         except VALUES_DECIDE as reason:
             untied.assertions = SpeculatedAssertions()
             try:
+                # Many models skip an inspection of their data then.
                 with patch.object(torch.compiler, COMPILING_FLAG, True):
                     return untied.assertions.traced(trace)
             except Exception:  # a model that runs uncompiled may fail in any other way
@@ -259,12 +252,8 @@ def _with_numbers(
 
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
-    """Record for each op that is traced inside the block the name of the innermost submodule of ``module`` whose
-    forward calls it.
-
-    If the forward needs the values of tensors, which a trace does not have, the tracer raises an error. This error gets
-    the name of the submodule as its attribute ``module``.
-    """
+    """Record for each op traced inside the block the innermost submodule that calls it; errors of needed values get
+    it as ``module``."""
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
     tracing_thread = get_ident()  # the hooks run in all threads

@@ -1,8 +1,8 @@
-"""Remove tangents (gradients of outputs) that a training loop never supplies: those of outputs from which another
-output, the loss, is computed.
+"""Remove tangents that a training loop never supplies: those of outputs from which another output, the loss, is
+computed.
 
-A Hugging Face model returns ``(loss, logits)``, and a training loop calls backward on the loss only. With a tangent for
-the logits, the step would need more memory and run more ops than the loop's backward does.
+A Hugging Face model returns ``(loss, logits)``, but the loop calls backward on the loss only. A tangent for the
+logits would cost memory and ops.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
-    """Return the step without the tangents (gradients of outputs) that a training loop does not supply: those of
-    outputs of several elements from which a scalar output is computed. The scalar is assumed to be the loss.
+    """Return the step without tangents of outputs of several elements from which a scalar output, the loss, is
+    computed.
 
-    The new step computes the same bits as the old one does if these tangents are missing. A tangent remains if a
-    parameter would lose its gradient without it, a value would have other strides, or a random op would be removed.
+    It computes the bits of a step where they are missing. One stays if a gradient, strides or a draw would change,
+    or it is in ``arrived``.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
@@ -54,11 +54,7 @@ def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) 
 
 
 def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:
-    """Return the step without the tangents (gradients of outputs) of the outputs ``left_out``; None if it cannot
-    compute the same bits without them.
-
-    ``left_out``: positions of outputs, as text.
-    """
+    """Return the step without the tangents of the outputs ``left_out``, or None if its bits would change."""
     if not left_out:
         return step
     missing = {i.value for i in step.inputs if i.kind == "tangent" and i.target in left_out}
@@ -66,12 +62,10 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """Computes a step without some of its tangents (gradients of outputs), which then count as zero.
+    """Computes a step, or None, without some tangents, which count as zero: calls that return only zeros are
+    removed.
 
-    Calls that return only zeros are removed. A sum with a zero is replaced by its other summand. For every other call
-    that reads a zero value, a call that creates the zeros is inserted before it.
-
-    ``step``: the new step; None if it cannot compute the same bits.
+    A sum with a zero becomes its other summand; other readers of a zero get a call that creates it.
     """
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
@@ -98,8 +92,8 @@ class _Reduced:
             yield replace(call, args=args, kwargs=kwargs)
 
     def _now(self, value: str, reader: Call) -> str:
-        """Return the name of the value that the call ``reader`` reads in the new step where it read ``value`` in the
-        old one: the zeros created for it, or the summand that replaces a sum, or ``value`` itself."""
+        """Return what ``reader`` reads now instead of ``value``: zeros created for it, a sum's remaining summand, or
+        ``value``."""
         if value in self.zeros.values:
             return f"{value}_zeros_for_{reader.name}"
         return self.renamed.get(value, value)

@@ -1,7 +1,7 @@
-"""Compute the gradient of a cross entropy in a single tensor of the size of the scores.
+"""Compute the gradient of a cross entropy in one tensor of the size of the scores, which are often a step's largest
+tensors.
 
-The backward of ``nll_loss`` returns a tensor of this size. Only the backward of ``log_softmax`` reads it, and returns a
-second one. A language model's scores are often the largest tensors of its step, so one of them less saves much memory.
+In eager mode the backwards of ``nll_loss`` and ``log_softmax`` each return one.
 """
 
 from __future__ import annotations
@@ -24,40 +24,28 @@ COMPARED = frozenset({"cpu"})
 
 @dataclass(frozen=True)
 class CrossEntropyBackward:
-    """The backward of ``nll_loss`` followed by the backward of ``log_softmax``, as one op that needs a single tensor.
-
-    The second overwrites the result of the first. It reads each row before it writes the row, so the bits are the same
-    as with two tensors.
-
-    Its arguments are those of the first op, followed by those of the second op without the gradient. ``loss``: the
-    first op.
-    """
+    """The backwards of ``nll_loss`` and ``log_softmax`` as one op with a single tensor, which the second overwrites."""
 
     loss: Callable[..., Any]
+    """The first op, whose arguments come first, then the second's without the gradient."""
     source_name = "cross_entropy_backward"
 
     def __str__(self) -> str:
         return f"{self.loss}.in_place"
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """Return the gradient with respect to the scores (the input of ``log_softmax``).
-
-        ``args``: the arguments of ``nll_loss_backward``, followed by the result of ``log_softmax``, its dimension and
-        its input's type.
-        """
+        """Return the gradient of the scores from ``nll_loss_backward``'s arguments, the result of ``log_softmax``,
+        its dimension and type."""
         *own, output, dim, dtype = args
         gradient: torch.Tensor = kernel_of(self.loss)(*own)
+        # Each row is read before it is written, so the bits are the same.
         kernel_of(SCORES.out)(gradient, output, dim, dtype, out=gradient)
         return gradient
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with one `CrossEntropyBackward` in place of each backward of ``nll_loss`` that is followed by a
-    backward of ``log_softmax``. It has the name of the first call.
-
-    A pair is replaced only if it runs on a CPU, both gradients are contiguous and of the same type, and nothing but the
-    second call reads the first call's result.
-    """
+    """Return the step with one `CrossEntropyBackward`, named as the first call, for each pair of backwards that
+    `_second` allows."""
     readers: dict[str, list[Call]] = {}
     for call in step.calls:
         for ref in dict.fromkeys(refs((call.args, call.kwargs))):
@@ -78,13 +66,10 @@ def with_losses_in_place(step: CapturedStep) -> CapturedStep:
 
 
 def _second(step: CapturedStep, call: Call, readers: dict[str, list[Call]]) -> Call | None:
-    """Return the backward of ``log_softmax`` that reads the gradient which ``call`` returns, if it may overwrite this
-    gradient; otherwise None.
+    """Return the backward of ``log_softmax`` that may overwrite the gradient of ``call``, a backward of ``nll_loss``
+    on a CPU; else None.
 
-    It may if ``call`` is a backward of ``nll_loss`` on a CPU, nothing else reads the gradient, and both gradients are
-    contiguous and of the same type.
-
-    ``readers``: the calls that read a value, by the value's name.
+    It is the only reader, and both gradients are contiguous and of one type.
     """
     if call.target not in LOSSES or call.kwargs:
         return None

@@ -25,14 +25,10 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step with outputs that are needless copies (``clone``) replaced by the copied values. Nothing reads
-    these copies then, so their calls can be removed.
+    """Return the step with outputs that are needless clones, made by `FlatModel`, replaced by what they copy.
 
-    A copy is needless if no call reads it, the copied value has the same strides, covers a whole storage, is not lazily
-    conjugated or negated, and its storage contains no other output and no input.
-
-    The copies come from `FlatModel`: autograd gives an output a separate tangent only if the output is not a view. A
-    captured step has its tangents already.
+    A copy is needed if a call reads it, or if its source has other strides, is lazy, partial, an input or another
+    output.
     """
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
@@ -58,16 +54,9 @@ def is_whole(value: Value) -> bool:
 
 
 def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
-    """Return the step in which every output has a separate dense storage. Copies are added where an output has none.
+    """Return the step in which every output has a separate dense storage; copies are added where one has not.
 
-    These are outputs that are inputs, share a storage with another output, or do not fill their storage (expanded
-    tensors), and gradients whose strides differ from those of their parameter.
-
-    The ``.grad`` of two parameters must not share memory, and an expanded gradient cannot be accumulated into. Autograd
-    itself would copy a gradient whose strides differ from its parameter's, and so use more memory than planned.
-
-    ``leaves``: whether the tensors of the batch are leaves of the autograd graph, as the inputs of pipeline stages are.
-    Autograd treats the gradients of leaves like those of parameters.
+    ``leaves``: whether tensors of the batch are leaves of the autograd graph, as a pipeline stage's inputs are.
     """
     used = {step.values[i.value].storage for i in step.inputs}
     learned = ("parameter", "batch") if leaves else ("parameter",)
@@ -82,6 +71,8 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
         if (
             value.storage in used
             or not is_whole(value)
+            # Autograd would copy such a gradient itself, beyond the planned memory, and cannot add to an
+            # expanded one.
             or (of is not None and not _has_layout_of(value.fake, of))
         ):
             name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
@@ -100,11 +91,9 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
 
 
 def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether autograd stores ``gradient`` as the ``.grad`` of ``parameter`` without copying it.
-
-    By the layout contract of ``AccumulateGrad``, the gradient must have the strides of the parameter if this is dense,
-    otherwise those of a contiguous tensor. Strides of dimensions of size 1 do not count.
-    """
+    """Return whether autograd stores ``gradient`` as the ``.grad`` of ``parameter`` without a copy, by
+    ``AccumulateGrad``'s layout contract."""
+    # The strides of a dense parameter, else those of a contiguous tensor. Dimensions of size 1 do not count.
     strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
     return all(size == 1 or own == other for size, own, other in strides)
 

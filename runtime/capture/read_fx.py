@@ -1,5 +1,4 @@
-"""Read a joint fx graph, forward and backward, into a `CapturedStep`: its calls, its inputs and outputs, which call
-creates which storage, and which calls return views."""
+"""Read a joint fx graph, forward and backward, into a `CapturedStep`: calls, inputs, outputs, storages and views."""
 
 from __future__ import annotations
 
@@ -63,11 +62,9 @@ def read_joint_graph(
 
 
 def finished(step: CapturedStep) -> CapturedStep:
-    """Complete a step that was read from a graph, and return it.
-
-    Each output gets a separate storage, cross entropies are computed in place, buffers that are read only in part count
-    once, each call gets a phase (forward or backward), and calls whose results nobody reads are removed.
-    """
+    """Complete a step that was read from a graph, and return it."""
+    # Outputs get storages, cross entropies are in place, partly read buffers count once, calls get phases,
+    # and dead ones go.
     step = with_losses_in_place(with_own_outputs(with_new_buffers(without_copies(step))))
     return without_dead_calls(with_phases(step))
 
@@ -75,11 +72,9 @@ def finished(step: CapturedStep) -> CapturedStep:
 def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
-    """Read, as a `CapturedStep`, the joint fx graph (forward and backward) that ``torch.compile`` passes to a
-    partitioner. This graph knows no modules and no parameter names.
+    """Read the joint fx graph that ``torch.compile`` passes to a partitioner, which knows no modules and parameters.
 
-    Inputs that are gradients of outputs become tangents. Inputs that the graph writes new content into become buffers.
-    All other inputs count as tensors of the batch. Outputs and gradients are named by position.
+    Inputs are tangents, buffers if they get new content, or the batch; outputs and gradients go by position.
     """
     read = _Reader(module, PositionRoles(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
@@ -211,12 +206,8 @@ class _Reader:
         self.calls.append(replace(call, is_view=is_view))
 
     def _is_no_call(self, node: fx.Node) -> bool:
-        """Return whether a node creates no tensor, so that the step needs no call for it: it computes a size, returns
-        an earlier value, writes a buffer's new content, or marks a range of a profile.
-
-        If the node returns an earlier value, its name becomes an alias of that value. A buffer's new content becomes an
-        output of the step.
-        """
+        """Return whether a node creates no tensor: a size, an earlier value (as an alias), a buffer's new content,
+        or a mark."""
         if self.table and isinstance(node.meta.get("val"), SIZES):
             return True
         if getattr(node.target, "__name__", "") == "getitem":
@@ -247,11 +238,8 @@ class _Reader:
         return tuple(names)
 
     def _same_storage(self, value: Value, args: Any) -> Value:
-        """Record that the result of a call that waits for a collective is in the storage of the call's argument, which
-        the trace does not know. Return the result with this storage.
-
-        ``value``: the result. ``args``: the call's arguments.
-        """
+        """Return the result of a call that waits for a collective in its argument's storage, which the trace does
+        not know."""
         (of,) = refs(args)
         storage = self.values[of.value].storage
         self.storages[value.fake.untyped_storage()._cdata] = storage  # also for its views
@@ -259,8 +247,8 @@ class _Reader:
         return value
 
     def _renews(self, node: fx.Node) -> bool:
-        """Return whether ``node``, an in-place copy, writes into a buffer. If so, record the copied value as an output
-        of the step: the buffer's new content."""
+        """Return whether ``node``, an in-place copy, writes into a buffer; if so, its value becomes an output of the
+        step."""
         targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
         place, value = (self._refs(a).value for a in node.args[:2])
         if place in targets:
@@ -309,8 +297,7 @@ def _check_plannable(node: fx.Node) -> None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Return whether a call whose op is tagged as random really draws random numbers. An attention op with dropout rate
-    0 is tagged, but does not."""
+    """Return whether an op that is tagged as random draws; attention with dropout rate 0 does not."""
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     given = dict(zip(names, node.args, strict=False)) | node.kwargs

@@ -1,5 +1,4 @@
-"""Context managers that restore what a trace may change: a module's attributes (where a trace leaves fake tensors),
-buffers and gradients, and the states of random number generators."""
+"""Contexts that restore what a trace may change: a module's attributes, buffers and gradients, and random states."""
 
 from __future__ import annotations
 
@@ -26,12 +25,10 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
-    """Restore the attributes of a module and of its submodules after the block, and the content of the lists,
-    dictionaries and sets in these attributes, hooks included. Attributes of objects such as configurations
-    (`is_record`) in them are restored, too.
+    """Restore the attributes of a module, its submodules and their records after the block, with the content of
+    containers.
 
-    Warn about tensors and plain values that the block left in public attributes, because a planned forward will not set
-    them. ``name``: the module's name, for the warning.
+    Warn of tensors and plain values that it left in public attributes.
     """
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
@@ -63,10 +60,9 @@ def check_no_sizes_kept(module: nn.Module) -> None:
 
 
 class SameObjects:
-    """The attributes of objects that a module is called with, and of the objects in them, to be restored.
+    """The attributes of objects that a module is called with, and of objects in them, to be restored.
 
-    ``arguments``: the objects. Modules, functions and classes among them are left out, and so are values of
-    `functools.cached_property`.
+    Modules, functions, classes and values of `functools.cached_property` are left out.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -132,10 +128,7 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
-    """Restore ``.grad`` of all parameters after the block to the same tensors.
-
-    When the block begins, ``.grad`` is None; with ``copied`` it is a copy of the gradient, if there is one.
-    """
+    """Restore all parameters' ``.grad`` after the block, which begins with None or, if ``copied``, with copies."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, gradient in before:
         parameter.grad = gradient.clone() if copied and gradient is not None else None
@@ -158,8 +151,7 @@ def same_draws() -> Iterator[None]:
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return pairs of a path and an object: the module, its submodules, and the objects such as configurations
-    (`is_record`) in their attributes. Each object occurs once."""
+    """Return the module, its submodules and the records (`is_record`) in their attributes, each once, with a path."""
     parts = list(module.named_modules())
     records = {
         id(value): (f"{path}.{key}", value)

@@ -20,8 +20,7 @@ def capture_with_open_sizes(
     decisions: ValueGuardRecorder,
     symbols: BatchSymbols,
 ) -> Traced:
-    """Trace ``module(*batch)`` with its backward as `capture.capture` does, but with symbols for the sizes of the
-    batch. Return the step as it was read from the trace; `OpenStep.of` completes it.
-    """
+    """Trace ``module(*batch)`` with its backward, with symbols for the batch's sizes; `OpenStep.of` completes the
+    step."""
     decisions.now, decisions.counts = symbols.now, symbols.counts
     return trace_joint_graph(TraceRequest(module, batch, name, root, decisions, symbols))

@@ -22,11 +22,10 @@ from rematplan.runtime.guards.finite_tests import FiniteTests
 
 
 class UntiedModule(nn.Module):
-    """A module that calls another one and has each of its parameters and buffers under a single name, even if they are
-    tied.
+    """A module that calls another one and has each of its parameters and buffers under a single name, even if they
+    are tied.
 
-    The tracer would treat a tied weight as two weights with a gradient each. Autograd has one gradient, and the order
-    of its additions must be kept.
+    A tracer would give a tied weight two gradients, where autograd has one, summed in its order.
     """
 
     def __init__(self, module: nn.Module, open_: bool = False, counts: int = 0) -> None:
@@ -50,9 +49,8 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """Call the inner module on a batch, after which ``counts`` other tensors come. Return a tuple of its results,
-        followed by the empty tensors that its assertion ops return.
-        """
+        """Call the inner module on a batch, after which ``counts`` tensors come. Return its results and the
+        assertions' empty tensors."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
@@ -82,11 +80,8 @@ class UntiedModule(nn.Module):
 
 
 def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor) -> None:
-    """Copy ``assigned``, which a forward has assigned to a buffer attribute, into the original tensor ``buffer``. Do
-    nothing if both are the same tensor.
-
-    ``slot``: the attribute's qualified name, for the message.
-    """
+    """Copy a tensor that a forward assigned to a buffer into ``buffer``; `ModelError` for another shape or type.
+    ``slot``: its name."""
     if assigned is buffer:
         return
     if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):

@@ -20,19 +20,18 @@ from rematplan.runtime.graph.quiet_logs import quiet
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss that `with_loss` can apply to a model's output.
-
-    ``name``: its name. ``summary``: what it computes, in a few words. ``apply``: a function of the output and the
-    sequence of targets that returns a scalar. ``target``: a function of a fake output and a generator that returns a
-    random target for that output; None if the loss needs no target. ``fits``: a function that returns whether the loss
-    can be computed of a given output.
-    """
+    """A loss that `with_loss` can apply to a model's output."""
 
     name: str
+    """Its name."""
     summary: str
+    """What it computes, in a few words."""
     apply: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+    """From the output and the targets to a scalar."""
     target: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None
+    """From a fake output and a generator to a random target; None if the loss needs none."""
     fits: Callable[[torch.Tensor], bool]
+    """Whether the loss can be computed of a given output."""
 
 
 def _class_axis(output: torch.Tensor) -> int:
@@ -82,12 +81,7 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 class WithLoss(nn.Module):
     """A model and a loss of one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
 
-    Args:
-        model: the model.
-        loss: the loss.
-        inputs: the number of the model's inputs.
-        place: which output has the loss: its position among the floating-point tensors in the model's outputs. The
-            outputs may be nested sequences and mappings.
+    ``inputs``: their number. ``place``: the output's position among the floating-point tensors in the outputs.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
@@ -105,10 +99,8 @@ class WithLoss(nn.Module):
 
 
 def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
-    """Return the position of the first tensor in ``reals`` that depends on a trained parameter; 0 if none does.
-
-    ``reals``: the floating-point tensors in a model's outputs.
-    """
+    """Return the position of the first tensor in ``reals`` that depends on a trained parameter, else 0; `ModelError`
+    if it is empty."""
     if not reals:
         raise ModelError("the model has no floating-point output, so no loss to differentiate")
     return next((at for at, output in enumerate(reals) if output.grad_fn is not None), 0)
@@ -129,11 +121,10 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """Return a module that computes a model and a loss of its output, and a batch for this module: the inputs, followed
-    by random targets if the loss needs targets.
+    """Return a module of a model and a loss of its first trained floating-point output, and a batch with random
+    targets for it.
 
-    The loss applies to the first floating-point output that depends on a trained parameter (the first floating-point
-    output if none does).
+    Raises `UsageError` if the loss is unknown or does not fit.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")

@@ -197,8 +197,8 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(*copies: int) -> Sizes:
-    """Return an `OptimizerKind.state` for bitsandbytes: state tensors of as many values per element as the numbers
-    in ``copies``."""
+    """Return an `OptimizerKind.state` for bitsandbytes: tensors of ``copies`` values per element, in 8 bits, or in
+    32 for small parameters."""
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
         # A float32 for updates that are bounded by the parameter's norm.

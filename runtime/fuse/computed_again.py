@@ -1,9 +1,8 @@
-"""Which forward ops the kernels of the backward compute again, so that fewer bytes are kept for them.
+"""Which forward ops the backward's kernels compute again from their operands, at hardly any time, to keep fewer
+bytes.
 
-A kernel of the backward may compute a pointwise forward result from that result's operands, at hardly any time, instead
-of reading it. Which results to keep is a minimum cut: each kept storage costs its bytes, and every result that a kernel
-of the backward reads must be computable from what is kept. `torch.compile` does the same for the whole graph
-(`min_cut_rematerialization_partition`).
+A minimum cut: kept storages cost their bytes, and what a kernel reads must follow from them, as in `torch.compile`'s
+`min_cut_rematerialization_partition`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ def is_cheap(call: Call) -> bool:
 def computed_again(
     step: CapturedStep, operands: Mapping[str, Iterable[str]], fused: Iterable[str], kept: Iterable[str]
 ) -> frozenset[str]:
-    """Return the results of forward ops that the kernels of the backward compute again, as names of storages.
+    """Return the storages of forward results that the backward's kernels compute again.
 
-    ``operands``: by the storage that a cheap forward op makes, the storages that it reads. ``fused``: the storages of
-    the forward that ops in kernels of the backward read. ``kept``: those that exist in the backward anyway.
+    ``operands``: by a cheap op's result, what it reads. ``fused``: what kernels of the backward read. ``kept``: what
+    exists anyway.
     """
     network, free = Network(), set(kept)
     seen, stack = set[str](), list(fused)

@@ -72,12 +72,7 @@ class FusedStep:
 
 
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
-    """Return the step with a compiled kernel in place of each region's ops.
-
-    A kernel allocates all its results while all its operands exist. A region is cut in two if it then needs more than
-    each op of the step, or if it is where the peak without recomputation is, and that has grown. Regions that cannot be
-    compiled keep their ops.
-    """
+    """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops."""
     regions, failures = Regions(step), dict[Group, str]()
     groups = list(regions.find())
     most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]
@@ -93,6 +88,8 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
         if len(failures) == failed:
             fused = fused_step(step, kept)
             need, (highest, at) = _need(fused), _peak(fused)
+            # A kernel has all operands and results at once. A region is cut in two if that exceeds each op of
+            # the step, or raises the peak without recomputation.
             over = [r.names for r in kept if need(fused.call[name_of(r)]) > most]
             over = over or [r.names for r in kept if name_of(r) == at and highest > peak]
             if not over:
@@ -113,8 +110,8 @@ def _need(step: CapturedStep) -> Callable[[Call], int]:
 
 
 def _peak(step: CapturedStep) -> tuple[int, str]:
-    """Return the largest number of bytes without recomputation, without those of the step's inputs and the workspaces
-    of libraries, and the call at which it is reached."""
+    """Return the largest bytes without recomputation, without inputs and libraries' workspaces, and the call where
+    they occur."""
     kept = {step.values[i.value].storage for i in step.inputs} | {
         step.values[o.value].storage for o in step.outputs
     }

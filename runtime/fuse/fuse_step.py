@@ -27,8 +27,7 @@ def fused_step(step: CapturedStep, kernels: Mapping[Region, FusedKernel]) -> Cap
 
 
 def _sorted(calls: Mapping[str, Call], at: Mapping[str, int]) -> tuple[Call, ...]:
-    """Return calls in an order in which each comes after those whose results it reads. Of calls that may come next, the
-    one with the least position ``at`` does, forward before backward."""
+    """Return calls so that each follows those it reads, forward before backward and by least position ``at``."""
     maker = {r: c.name for c in calls.values() for r in c.results if r}
     read = [refs((c.args, c.kwargs)) for c in calls.values()]
     before = {

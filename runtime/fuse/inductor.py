@@ -37,12 +37,9 @@ process. Versions that lack one do not need it."""
 
 
 def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile ops into kernels. Kernels that were compiled before are loaded from Inductor's cache on disk.
+    """Compile ops into kernels, or load them from Inductor's cache. ``ops``: a function of tensors like ``inputs``.
 
-    ``ops``: a function of tensors like ``inputs``.
-
-    Raises:
-        Exception: Inductor cannot compile them, or a version of PyTorch lacks a private name.
+    Raises any exception of Inductor, or of a version of PyTorch without a private name.
     """
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one

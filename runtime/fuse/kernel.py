@@ -118,13 +118,8 @@ class FusedKernel:
 
 
 def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKernel:
-    """Compile a region, and run it on synthetic numbers: its results must have the strides of the captured step, and be
-    as near to those in float64 as the eager ops' are.
-
-    Raises:
-        CannotFuse: they do not.
-        Exception: Inductor cannot compile the region.
-    """
+    """Compile a region and try it on synthetic numbers; `CannotFuse` unless strides are as captured and results as
+    near to float64 as eager's."""
     with torch.random.fork_rng(devices=[]):
         run = compiled(ops, ops.inputs)
         return FusedKernel(ops.key, ops, run, unprofiled(lambda: _tried(step, region, ops, run)))

@@ -1,8 +1,7 @@
 """Regions: groups of neighbouring ops that one kernel can compute.
 
-A region is connected and belongs to one half of the step, and its ops have the same level: the largest number of calls
-on a path to them that no kernel computes. A path that leaves a region through such a call reaches a higher level, so no
-path leads back into the region.
+A region is connected and in one half, and its ops have one level: the most calls outside of kernels on a path to
+them. So no path leads out of a region and into it again.
 """
 
 from __future__ import annotations

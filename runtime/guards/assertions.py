@@ -1,9 +1,8 @@
-"""Speculated assertions: conditions for which a forward raises an error if they have one outcome (true or false), and
-continues if they have the other.
+"""Speculated assertions: conditions for which a forward raises an error if they have one outcome, and continues if
+they have the other.
 
-A condition on a value that depends on a trained parameter is unknown before the step runs. If the forward raises for
-one outcome, it still has a single graph: that of the other outcome, with an op that checks the condition. Which outcome
-raises is found by tracing the forward with both.
+A condition on trained values is unknown before the step runs. Tracing with both outcomes shows which one raises; the
+graph is that of the other, with an op that checks the condition.
 """
 
 from __future__ import annotations
@@ -26,29 +25,26 @@ TRACERS = ("torch._", "torch.fx.", "torch.utils._", "rematplan.")
 
 @dataclass(frozen=True)
 class Assertion:
-    """A condition that a forward asserts: with one outcome the forward continues, with the other it raises an error.
-
-    ``outcome``: the outcome with which the forward continues. ``kind``, ``text``: the error that it raises otherwise,
-    as the name of a built-in exception type and its message.
-    """
+    """A condition that a forward asserts: with one outcome the forward continues, with the other it raises an error."""
 
     outcome: bool
+    """The outcome with which the forward continues."""
     kind: str = "RuntimeError"
+    """The error that it raises otherwise, by the name of a built-in exception type."""
     text: str = ""
+    """The error's message."""
 
 
 @dataclass
 class SpeculatedAssertions:
-    """The conditions that a forward asserts, in the order in which it evaluates them. They are found by tracing the
-    forward with both outcomes of each condition.
-
-    ``known``: the assertions found so far. ``asked``: the number of conditions that the present trace has evaluated.
-    """
+    """The conditions that a forward asserts, in order, found by tracing it with both outcomes of each."""
 
     known: list[Assertion] = field(default_factory=list)
+    """The assertions found so far."""
     trial: bool | None = None
     """The outcome to be assumed for the first unknown condition; None to assume none."""
     asked: int = 0
+    """The number of conditions that the present trace has evaluated."""
 
     def begin(self) -> None:
         """Prepare for another trace of the forward: the next call of `next` is about the first condition of the
@@ -56,23 +52,18 @@ class SpeculatedAssertions:
         self.asked = 0
 
     def next(self) -> Assertion | None:
-        """Return the assertion that is assumed for the condition that the forward evaluates now.
-
-        Conditions are counted in the order in which a trace evaluates them. For a condition with a known assertion,
-        that is returned. For the first condition without one, an assertion of the outcome `trial` is returned; None if
-        `trial` is None. For all later conditions, None is returned.
-        """
+        """Count a condition that the forward evaluates. Return its known assertion; for the first unknown one, that
+        of `trial`; else None."""
         at, self.asked = self.asked, self.asked + 1
         if at < len(self.known):
             return self.known[at]
         return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """Trace a forward until the outcome of each of its conditions is known, and return the result of the last
-        trace.
+        """Trace a forward until each condition's outcome is known, and return the last trace's result.
 
-        When a trace stops at a condition of unknown outcome, the forward is traced with both outcomes. If it raises an
-        error for exactly one of them, it is assumed to assert the other outcome.
+        A condition for which exactly one outcome raises is assumed to assert the other; else the tracer's error is
+        raised.
         """
         while True:
             try:
@@ -88,8 +79,8 @@ class SpeculatedAssertions:
                 self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
 
     def _error(self, outcome: bool, trace: Callable[[], object]) -> Exception | None:
-        """Trace the forward with ``outcome`` assumed for the first condition whose outcome is unknown. Return the error
-        that a statement of the forward raises; None if there is none. Errors of the tracer do not count."""
+        """Trace the forward with ``outcome`` for the first unknown condition. Return the error that one of its
+        statements raises, or None."""
         self.trial = outcome
         try:
             trace()
@@ -101,8 +92,8 @@ class SpeculatedAssertions:
 
 
 def _is_raised_by_forward(error: Exception) -> bool:
-    """Return whether an error was raised by a ``raise`` or ``assert`` statement in code that is not the tracer's (torch
-    or this package), and has a built-in type."""
+    """Return whether an error of a built-in type was raised by ``raise`` or ``assert`` in code that is not the
+    tracer's."""
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next

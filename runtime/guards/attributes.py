@@ -1,8 +1,5 @@
-"""Recording of the attributes that a forward reads from its modules, from records in the modules' attributes, and from
-the classes of modules and records.
-
-A record is an object that exists for its attributes, such as a configuration (`is_record`).
-"""
+"""Recording of the attributes that a forward reads from modules, from records in their attributes, and from their
+classes."""
 
 from __future__ import annotations
 
@@ -35,14 +32,10 @@ _DEPTH = 2
 
 
 class Reads:
-    """The attributes that a forward reads or sets.
+    """The attributes that a forward reads or sets of its holders: the modules, and the records (`is_record`) in
+    their attributes.
 
-    The objects whose attributes are recorded are called holders. They are the modules, and the records in their
-    attributes: objects that exist for their attributes, such as a configuration (`is_record`). While a forward runs
-    inside `reads_of`, each access to an attribute of a holder calls one of the methods ``note_…``.
-
-    Args:
-        modules: all modules of the model, each once.
+    Inside `reads_of`, each access calls a method ``note_…``.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -93,10 +86,7 @@ class Reads:
                 self._look_into(value, (owner[0], (*owner[1], name)))
 
     def _may_answer(self, holder: Any, owner: Owner) -> None:
-        """Register a holder for `note_answer` if it is a record (`is_record`) whose class has a ``__getattr__``.
-
-        The record is kept alive, because Python reuses the ids of dead objects.
-        """
+        """Register a record whose class has ``__getattr__`` for `note_answer`, and keep it alive: Python reuses ids."""
         if is_record(holder) and _has_getattr(type(holder)):
             self.answering[id(holder)] = owner
             self.answers.setdefault(owner, (holder, {}))
@@ -110,9 +100,7 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the forward read an attribute, unless it has set that attribute itself before without looking it
-        up. Attributes that `ModuleState` covers, such as submodules, hooks and parameters, are not recorded.
-        """
+        """Record that the forward read an attribute, unless it set it before, or `ModuleState` covers it."""
         owner = self.owner_of(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
@@ -135,8 +123,10 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """Record that code read the ``__dict__`` of a module or record. All attributes whose names this code mentions
-        count as read. Nothing is recorded if the code is library code, or if the record has a ``__getattr__``.
+        """Record that code read a holder's ``__dict__``: all attributes that it names count, unless it is library
+        code.
+
+        A record with a ``__getattr__`` is left out.
         """
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
@@ -148,26 +138,22 @@ class Reads:
                     self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
-        """Record that the forward looks up an attribute of a module or record, whether or not the attribute exists. If
-        the forward sets the attribute later, it still depends on the earlier value."""
+        """Record that the forward looks up an attribute, maybe in vain. If it sets it later, it still depends on the
+        earlier value."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
-        """Record that the forward looked up an attribute that is neither in the ``__dict__`` of ``holder`` (a module or
-        record) nor in its class. A guard then checks that the ``__dict__`` still lacks it."""
+        """Record that the forward looked up what neither a holder's ``__dict__`` nor its class has. A guard checks
+        that the former lacks it."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the ``__getattr__`` of a record returned ``value`` for ``name``. A record is an object that
-        exists for its attributes, such as a configuration.
-
-        If ``value`` is also a record with a ``__getattr__``, the results of that ``__getattr__`` are recorded from then
-        on.
-        """
+        """Record that a record's ``__getattr__`` returned ``value``. If that is such a record too, its answers are
+        recorded."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -180,21 +166,20 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that the forward set an attribute of a module or record. If the forward has not looked up the
-        attribute before, later reads of it are not recorded: the forward does not depend on a value that it produces
-        itself."""
+        """Record that the forward set an attribute. Unless it looked the attribute up before, later reads are not
+        recorded."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.asked:
+            # The forward does not depend on a value that it produces itself.
             self.fresh.add((owner, name))
 
     def found_in_places(
         self, guarded: Collection[tuple[Owner, str]], unguarded: Collection[tuple[Owner, str]]
     ) -> list[Found]:
-        """Return the attribute values on which a plan depends, as one `Found` for each place in which values were
-        found. The attributes must have the values that they had before the forward.
+        """Return the attributes on which a plan depends, with the values from before the forward, as one `Found` for
+        each place.
 
-        A record is an object that exists for its attributes, such as a configuration. A place is the ``__dict__`` of a
-        module or record, the results of a record's ``__getattr__``, or a class.
+        A place is a ``__dict__``, the results of a record's ``__getattr__``, or a class.
         """
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for owner, name in (*self.found, *guarded):
@@ -217,11 +202,8 @@ class Reads:
         return [*own, *answers, *classes]
 
     def shared(self) -> list[SharedRecord]:
-        """Return the records (objects that exist for their attributes, such as a configuration) that the forward read.
-
-        For each record, all positions are returned at which it was found: the position of a module and a path of
-        attribute names. A record is left out unless it is still at all of these positions.
-        """
+        """Return the records that the forward read, each with all positions at which it was found, if it is still at
+        all of them."""
         attributes = [vars(module) for module in self.modules]
         return [
             SharedRecord(type(record), tuple(owners))
@@ -244,11 +226,9 @@ covers these."""
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Record, inside the block, which attributes of the modules and of the records in them (`is_record`) this thread
-    reads and sets. The block gets the `Reads` that records each access.
+    """Record, inside the block, which attributes of modules and their records this thread reads and sets.
 
-    The methods by which Python reads and sets attributes of these objects are replaced meanwhile. Other threads may run
-    the same modules; their accesses are not recorded.
+    Meanwhile the methods by which Python accesses them are replaced; accesses of other threads are not recorded.
     """
     reads = Reads(modules)
     thread = get_ident()  # all threads see the replaced methods
@@ -328,12 +308,10 @@ NO_RECORDS = (type, Enum, torch.Tensor, torch.Generator, dict, list, set, tuple,
 
 
 def is_record(value: Any) -> bool:
-    """Return whether an object is a record: an object that exists for its attributes, such as a configuration.
+    """Return whether an object exists for its attributes, such as a configuration: with a ``__dict__``, of no
+    built-in type, not callable.
 
-    A record has a ``__dict__`` and is not callable (which excludes modules and classes). It is not of a built-in type,
-    and no container, tensor, member of an enumeration or random number generator. It is no graph of `torch.fx` and no
-    node of one, either: a `torch.fx.GraphModule` runs code that was generated from its graph, and the tracer uses the
-    same two classes.
+    Containers, tensors, members of enumerations, generators and graphs of `torch.fx` are none.
     """
     kind = type(value)
     return (

@@ -1,8 +1,5 @@
-"""Comparison of many values with their earlier values in few calls.
-
-A forward reads hundreds of attributes and nearly always finds the same objects as before. A table fetches the present
-values and compares them by identity in a few calls that loop in C. Python code looks only at the objects that differ.
-"""
+"""Comparison of many values with earlier ones, by identity, in few calls that loop in C. Python code looks at
+objects that differ."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ _MOST_PICKS = 64
 
 
 class Namespaces(list[Any]):
-    """A list of namespaces that does not change. It remembers the result of each function that picks items from it, so
-    that a table with hundreds of rows picks its namespaces only once."""
+    """A list of namespaces that does not change, and remembers what each function picks from it, for tables with
+    many rows."""
 
     def __init__(self, namespaces: Iterable[Any]) -> None:
         super().__init__(namespaces)
@@ -43,14 +40,8 @@ def picked(keys: Sequence[Any]) -> Pick:
 
 
 class Table:
-    """What was found by name in several places (namespaces, such as the ``__dict__`` of a module), to be compared with
-    what is there later.
-
-    Args:
-        rows: for each place, its position in the list of places that `holds` gets, and the values found in it by name.
-        absent: names that a place did not have, each with the position of the place.
-        fetch: looks up a name in a place: ``getitem``, or ``getattr`` if the places are objects with attributes.
-    """
+    """What was found by name in several places, such as the ``__dict__`` of modules, to be compared with what is
+    there later."""
 
     def __init__(
         self,
@@ -66,9 +57,8 @@ class Table:
         self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
 
     def holds(self, places: Namespaces) -> bool:
-        """Return whether all places still have the values of this table (the same objects, or values that
-        `snapshots.same` finds equal), and none has a name that was absent.
-        """
+        """Return whether all places have this table's values, the same or by `snapshots.same`, and none has an
+        absent name."""
         return self._holds(places.pick(self.places), places.pick(self.without))
 
     def holds_once(self, places: Sequence[Any]) -> bool:

@@ -23,16 +23,16 @@ _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 
 @cache
 def named_in(code: CodeType) -> Names:
-    """Return all names that a code object mentions: attributes, global variables and string constants (which may be
-    keys of a dictionary). Nested functions are included, local variables are not."""
+    """Return the attributes, global variables and string constants that a code object and its nested functions
+    mention."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
 
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """Return the names of the global variables that a code object reads or sets, nested functions included. If the
-    code calls ``globals()``, all its string constants count as such names."""
+    """Return the global variables that a code object and its nested functions read or set; with ``globals()``, all
+    string constants."""
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()
@@ -59,8 +59,10 @@ def packages_of(things: Iterable[Any]) -> Names:
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
-    """Return whether guards ignore the functions of a Python module, because what library code depends on is too much
-    to track. Library code is that of PyTorch, of Python's library, of this package, and of installed packages.
+    """Return whether a Python module is of PyTorch, Python's library, this package or an installed one, whose
+    functions guards ignore.
+
+    ``own``: packages that are not.
     """
     module = module or "builtins"
     package = module.partition(".")[0]

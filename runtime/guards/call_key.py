@@ -41,20 +41,13 @@ device, and which kernels are enabled. Context managers change some of these set
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a hashable key of the arguments and settings on which the plan for a call depends.
-
-    For a tensor argument, the key has everything but the values: shape, strides, type, device, and which arguments are
-    the same tensor. The settings are autocast and the process-wide settings that decide which ops a forward calls
-    (`SETTINGS`).
-    """
+    """Return a hashable key of the arguments, except values of tensors, and of the settings on which a call's plan
+    depends."""
     return _key(leaves, spec, like)
 
 
 def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a key like that of `call_key` that is the same for all sizes of the tensors: of a tensor argument it has
-    layout, number of dimensions, type, device, whether it requires a gradient, lazy conjugation and negation, and which
-    arguments are the same tensor.
-    """
+    """Return a key like `call_key`'s that is the same for all sizes of the tensors."""
     return _key(leaves, spec, like_of_any_size)
 
 
@@ -72,9 +65,8 @@ def _key(
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return all properties of a tensor, except its values, on which the ops of a forward may depend: shape, strides,
-    type, device, whether it requires a gradient, and lazy conjugation and negation. For a tensor without shape or
-    strides: layout, type, device and whether it requires a gradient."""
+    """Return all properties of a tensor, except its values, on which a forward's ops may depend; fewer without shape
+    or strides."""
     try:
         lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
@@ -90,8 +82,8 @@ def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _exactly(leaf: Any) -> Any:
-    """Return a hashable key of an argument that is not a tensor. It distinguishes 1, 1.0 and True, and 0.0 and −0.0. An
-    argument that cannot be hashed is pickled."""
+    """Return a hashable key of an argument that is no tensor, pickled if needed. It distinguishes 1, 1.0 and True,
+    and 0.0 and −0.0."""
     try:
         hash(leaf)
     except TypeError:

@@ -33,8 +33,8 @@ def containers_in(value: Any) -> Iterator[Any]:
 
 
 def items_in(container: Any) -> list[Any]:
-    """Return the items of a container, of a dictionary the values; nothing of an array or of bytes. The methods of the
-    built-in types are used, since subclasses may override them."""
+    """Return the items of a container, of a dictionary the values; nothing of an array or of bytes."""
+    # Subclasses may override methods, so those of the built-in types are used.
     kinds = (dict, list, tuple, set, frozenset, deque)
     kind = next((kind for kind in kinds if isinstance(container, kind)), None)
     if kind is None:
@@ -92,8 +92,8 @@ def refill(container: Any, was: Any) -> None:
 
 
 def added(container: Any, was: Any) -> Any:
-    """Return what a container has in addition to its earlier content ``was``, as a container. Return None if it has
-    lost some of that, or if the order of a deque says nothing."""
+    """Return what a container has in addition to ``was``, as a container; None if it lost some of that, or is a
+    bounded deque."""
     if isinstance(container, dict):
         if any(key not in container for key in was):
             return None

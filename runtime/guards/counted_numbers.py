@@ -1,8 +1,7 @@
-"""Numbers that a forward counts with, as expressions of the numbers that it found.
+"""Numbers that a forward counts with, such as a step counter, as expressions of the numbers that it found.
 
-A step counter has another value at every call. While a forward is traced, such a number is replaced by one that records
-how new numbers are computed from it, and the outcomes of comparisons. A guard evaluates the comparisons again at later
-calls, and the planned call stores the new number.
+A trace gets a number that records what is computed from it, and outcomes of comparisons. A guard evaluates these
+again, and a planned call stores the new number.
 """
 
 from __future__ import annotations
@@ -62,19 +61,20 @@ class Comparison:
 
 @dataclass
 class Counting:
-    """What the present trace of a forward has done with counted numbers: the ``comparisons`` in order, and the
-    variables whose values it ``revealed``, so that the graph may depend on them in any way."""
+    """What the present trace of a forward has done with counted numbers."""
 
     comparisons: list[Comparison] = field(default_factory=list)
+    """In order."""
     revealed: set[Variable] = field(default_factory=set)
+    """The variables on whose values the graph may depend in any way."""
 
     def reveal(self, expression: Expression) -> None:
         """Record that the graph may depend on the value of an expression in any way."""
         self.revealed |= variables_of(expression)
 
     def number(self, value: Any, expression: Expression) -> Any:
-        """Return a number that equals ``value``, an int or a float, and records what is done with it. Return another
-        value as it is, with its variables revealed."""
+        """Return a number that equals an int or float ``value`` and records its use; another value as it is, with
+        its variables revealed."""
         kind = _KINDS.get(type(value))
         if kind is None:
             self.reveal(expression)

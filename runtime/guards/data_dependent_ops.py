@@ -1,5 +1,5 @@
-"""Variants of ATen ops whose result shapes depend on values. The variants take the shapes as an argument, so that a
-tracer, which has no values, can execute them."""
+"""Variants of ATen ops whose result shapes depend on values. They take the shapes, so that a tracer can execute
+them."""
 
 from __future__ import annotations
 
@@ -68,11 +68,8 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `aten::_ctc_loss`. Return the losses, of shape (batch,), and the table of log probabilities that the
-    backward reads, of shape (batch, steps, 2 · ``longest`` + 1).
-
-    ``longest``: the maximum of ``target_lengths``.
-    """
+    """Compute `aten::_ctc_loss`: losses (batch,) and log probabilities (batch, steps, 2 · ``longest`` + 1),
+    ``longest`` of ``target_lengths``."""
     del longest
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity

@@ -1,5 +1,5 @@
-"""Replacement of calls whose result shapes depend on values by calls with fixed shapes. The fixed shape is computed
-from the values, as far as these are known before the step runs, and becomes part of the guard."""
+"""Replacement of calls whose result shapes depend on values by calls with fixed shapes, which become part of the
+guard, if values are known."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ATEN = torch.ops.aten
 
 
 class Tape(Protocol):
-    """The part of `decisions_by_values.OpTape` that the functions in this file need. An `OpTape` records the calls of a
-    traced forward, and computes on real tensors the values that do not depend on trained parameters."""
+    """What this file needs of a `decisions_by_values.OpTape`, which records a trace's calls and computes known
+    values on real tensors."""
 
     drawn: dict[int, torch.Tensor]
     """By id, results of ``rand`` that no call has written to since."""
@@ -30,18 +30,15 @@ class Tape(Protocol):
         result, but finds the sizes itself."""
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
-        recorded as a decision, which the guard checks at later calls.
-        """
+        """Return ``of(*arguments)`` for the real tensors, recorded as a decision that the guard checks."""
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
-        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents, for use as a
-        size. It is recorded, and the guard compares it at later calls. It is a symbol if the trace has symbolic counts.
-        Return None if the values of the tensor are unknown before the step runs."""
+        """Return ``of(tensor)`` for the real tensor, recorded for use as a size, maybe as a symbol; None if it is
+        unknown."""
 
     def knows(self, value: Any) -> bool:
-        """Return whether all tensors in nested arguments have known values: values that do not depend on a trained
-        parameter, nor on draws that cannot be repeated."""
+        """Return whether all tensors in nested arguments have values that depend on no trained parameter or
+        unrepeatable draw."""
 
 
 def _rand(tape: Tape, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +55,9 @@ def _detach(tape: Tape, x: torch.Tensor) -> Any:
 
 
 def _less(tape: Tape, x: torch.Tensor, limit: float) -> Any:
-    """Return ``x < limit``, element by element. If ``x`` is a result of ``rand``, which is in [0, 1), and the limit is
-    0 or less, return zeros without a comparison. So a layer that is dropped at rate 0 does not depend on chance."""
+    """Return ``x < limit``; zeros, without a comparison, if ``x`` is a result of ``rand`` and the limit is 0 or
+    less."""
+    # A layer that is dropped at rate 0 does not depend on chance.
     if id(x) in tape.drawn and limit <= 0:
         return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)
     return tape.run(ATEN.lt.Scalar, x, limit)
@@ -119,11 +117,10 @@ def _batch_sizes(lengths: torch.Tensor) -> list[int]:
 
 
 def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Pack padded sequences by slices and a concatenation, whose shapes are fixed. Return the packed tensor and the
-    batch sizes (for each time step, the number of sequences that reach it).
+    """Pack padded sequences by calls of fixed shapes. Return the packed tensor and the number of sequences at each
+    time step.
 
-    The batch sizes are a real tensor, not a traced one, since recurrent layers and unpacking read its memory directly.
-    If ``lengths`` is unknown, the op itself is called.
+    If ``lengths`` is unknown, call the op itself.
     """
     if not tape.knows(lengths):
         return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
@@ -136,6 +133,7 @@ def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, ba
         steps.append(tape.run(ATEN.reshape.default, alive, [-1, *x.shape[2:]]))
         begin = end
     with Plainly():
+        # A real tensor: recurrent layers and unpacking read its memory directly.
         real = torch.tensor(sizes)
     return tape.run(ATEN.cat.default, steps), real
 
@@ -156,8 +154,8 @@ def _ctc_loss(
 
 
 def _found(op: Any) -> Callable[..., Any]:
-    """Return the function that replaces the calls of an op by calls of its variant with fixed result shapes
-    (`WITH_SIZES`). The shapes are found by executing the op on the real tensors."""
+    """Return the function that calls an op's variant with fixed result shapes (`WITH_SIZES`), found on the real
+    tensors, if values are known."""
 
     def sizes(*arguments: Any) -> list[int]:
         return sizes_of(op(*arguments))

@@ -1,10 +1,7 @@
 """Recording the decisions of a forward that depend on values, so that a guard can check them at later calls.
 
-A forward may decide by the values of its inputs, for example by whether a mask is all ones, or how many of its elements
-are set. A trace is valid only for the outcomes of these decisions. Therefore the calls that compute the decisive values
-from inputs, buffers and random numbers are recorded. At a later call of the module they are executed again; if an
-outcome differs, that call needs another graph. Values that depend on a trained parameter are unknown before the step
-runs, so no decision may depend on them.
+Calls that compute decisive values from inputs, buffers and random numbers are recorded and executed again at a later
+call. Values that depend on a trained parameter are unknown, so no decision may depend on them.
 """
 
 from __future__ import annotations
@@ -46,16 +43,10 @@ ATEN = torch.ops.aten
 
 
 class ValueGuardRecorder(TorchDispatchMode):
-    """A context manager that records the decisions that a forward makes by values, such as whether a mask is all ones,
-    while the forward and its backward are traced inside it. (The backward must be traced inside it, too, since it
-    indexes with the same masks.)
+    """A context that records the decisions by values of a forward that is traced inside it with its backward, which
+    uses the same masks.
 
-    Args:
-        buffers: the real parameters and buffers by name.
-        batch: the real tensors among the arguments.
-        assumed: the outcomes of the forward's first tests for infinite and NaN values, as far as they are known.
-
-    The attribute ``now`` is a function that replaces symbolic sizes in nested arguments by those of the real tensors.
+    ``assumed``: the outcomes of the first tests for infinite and NaN values, as far as known.
     """
 
     def __init__(
@@ -68,6 +59,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         self.buffers, self.batch = buffers, batch
         self.finite = FiniteTests(assumed)
         self.states = all_states()  # of the generators, with which the forward begins
+        #: Replaces symbolic sizes in nested arguments by those of the real tensors.
         self.now: Callable[[Any], Any] = unchanged
         self.counts: tuple[int, ...] | None = None
         """The numbers that the forward is expected to take as sizes, in order; each is a symbol of the trace. None if
@@ -123,13 +115,8 @@ class ValueGuardRecorder(TorchDispatchMode):
 
 
 class OpTape:
-    """A record of a traced forward's calls whose arguments have known values: values that do not depend on a trained
-    parameter. It computes these values from the real tensors, and makes the same draws, when the forward asks for them.
-
-    Args:
-        decisions: the recorder that has the real tensors.
-        sizes: the symbols of its ``counts``.
-    """
+    """A record of a trace's calls whose arguments are known: it computes their values, and makes the same draws,
+    when asked."""
 
     def __init__(self, decisions: ValueGuardRecorder, sizes: Sequence[int | torch.SymInt] = ()) -> None:
         self.decisions, self.sizes = decisions, sizes
@@ -169,11 +156,9 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute a call of a traced forward and return its result.
+        """Execute a call of a traced forward and return its result. A known number for Python becomes a decision.
 
-        If the op returns a number to Python and its arguments' values are known, the number is computed from the real
-        tensors and recorded as a decision. If the shape of the op's result depends on values, a call with a fixed shape
-        is executed instead (`data_dependent_shapes.STATIC`).
+        Ops whose result shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`).
         """
         if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
@@ -184,8 +169,8 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a call and return its result. Record the call if the values of all its tensor arguments are known.
-        Otherwise, tensors that it writes to count as unknown from then on."""
+        """Execute a call and return its result. Record it if its arguments are known; else what it writes is
+        unknown."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
@@ -201,8 +186,8 @@ class OpTape:
         return result
 
     def sized(self, func: Any, plain: Any, tensor: torch.Tensor, **sizes: Any) -> Any:
-        """Execute ``func(tensor, **sizes)`` and return its result. Record it as ``plain(tensor)``, which has the same
-        result, but finds the sizes itself: when a guard computes a count, earlier counts may be other ones."""
+        """Execute ``func(tensor, **sizes)`` and return its result, recorded as ``plain(tensor)``, which finds the
+        sizes itself."""
         result = func(tensor, **sizes)
         self._note(plain, (tensor,), {}, result, [])
         return result
@@ -217,9 +202,8 @@ class OpTape:
             self.entries.append(replace(entry, draws=_device(args)))
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)``, computed on the real tensors that the traced ones represent. The result is
-        recorded as a decision, which the guard checks at later calls.
-        """
+        """Return ``of(*arguments)`` for the real tensors, recorded as a decision; an error if the forward may not
+        decide by them."""
         if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
@@ -231,9 +215,10 @@ class OpTape:
         return self._decided(of, arguments, {})
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
-        """Return the integer ``of(tensor)``, computed on the real tensor that the traced one represents, for use as a
-        size. It is recorded, and the guard compares it at later calls. It is a symbol if the trace has symbolic counts.
-        Return None if the values of the tensor are unknown before the step runs.
+        """Return ``of(tensor)`` for the real tensor, recorded for use as a size, maybe as a symbol; None if it is
+        unknown or drawn.
+
+        Raises `ModelError` if it differs from the count that is expected.
         """
         if not self.knows(tensor) or self._is_chance(tensor):  # a count of drawn numbers hardly returns
             return None
@@ -262,9 +247,8 @@ class OpTape:
         return value
 
     def _check_counters(self, args: tuple[Any, ...]) -> None:
-        """Refuse a forward that changes a buffer and then reads it as a number: each call would need a graph of its
-        own. A truth value is allowed, since it changes rarely.
-        """
+        """Refuse a forward that changes a buffer and reads it as a number, which makes a graph for each call; a
+        truth value is allowed."""
         for tensor in pytree.tree_leaves(args):
             place = self.memory[self.places[id(tensor)]] if isinstance(tensor, torch.Tensor) else None
             source = self.sources.get(place) if place in self.written and tensor.dtype != torch.bool else None
@@ -320,13 +304,13 @@ class OpTape:
         return self.places[id(tensor)]
 
     def knows(self, value: Any) -> bool:
-        """Return whether all tensors in nested arguments have known values: values that do not depend on a trained
-        parameter, nor on draws that cannot be repeated."""
+        """Return whether all tensors in nested arguments have values that depend on no trained parameter or
+        unrepeatable draw."""
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _may_decide(self, value: Any) -> bool:
-        """Return whether a forward may decide by the tensors in nested arguments: their values are known, and may
-        return in later calls. Of drawn numbers, a truth value or a single integer may."""
+        """Return whether a forward may decide by nested arguments: known, and of drawn numbers a truth value or a
+        single integer."""
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
         return self.knows(value) and not any(
             self._is_chance(t) and (t.is_floating_point() or t.is_complex() or t.numel() > 1) for t in tensors

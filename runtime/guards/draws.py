@@ -1,8 +1,7 @@
 """Draws of random numbers in a traced forward whose results are known before the step runs.
 
-The numbers that a forward will draw follow from the state of the generator at its call, and from the draws before them.
-So a decision by a drawn number is known: the guard makes the same draws, and then restores the generator's state. Draws
-into unknown tensors, such as dropout, are repeated on tensors of the same shape, because they advance the generator.
+They follow from the generator's state: a guard makes the same draws, and restores the state. Draws into unknown
+tensors, such as dropout, are repeated too, because they advance the generator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tests of a forward for infinite and NaN values, such as ``if not torch.isfinite(h).all()``.
 
-Such a test of an activation has no outcome before the step runs. A trace assumes that all values are finite, and adds
-an op that checks the outcome in each step. If the outcome is another one, the step stops, and the call needs a graph
-that was traced with that outcome.
+A trace assumes that all values are finite, and adds an op that checks it. With another outcome the step stops, and
+the call needs a graph of that outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ATEN = torch.ops.aten
 class OtherOutcome(ModelError):
     """A test for infinite and NaN values has another outcome in a step than in the trace of its graph.
 
-    ``outcomes``: the outcomes of the forward's tests in order, up to this one.
+    ``outcomes``: those of the forward's tests in order, up to this one.
     """
 
     def __init__(self, outcomes: tuple[bool, ...]) -> None:
@@ -45,11 +44,8 @@ CHECK_OUTCOME = torch.ops.rematplan.check_outcome.default
 
 
 class FiniteTests:
-    """The tests for infinite and NaN values that a traced forward makes, and the outcomes that the trace assumes.
-
-    ``given``: the outcomes of the first tests. For further tests, all values are assumed to be finite. ``outcomes``:
-    the outcomes in the present trace, in order.
-    """
+    """The tests for infinite and NaN values of a traced forward, and their assumed outcomes: those given, then that
+    all is finite."""
 
     def __init__(self, given: tuple[bool, ...] = ()) -> None:
         self.given = given
@@ -82,8 +78,8 @@ class FiniteTests:
             self._known[id(result)] = result, value  # the id is unique while the tensor lives
 
     def next(self, condition: torch.Tensor) -> list[bool] | None:
-        """Return the outcomes that are assumed of the forward's tests, up to the one of ``condition``, a truth value by
-        which the forward branches now. Return None if it is no test for infinite or NaN values."""
+        """Return the outcomes assumed up to the test ``condition``, by which the forward branches now; None if it is
+        no such test."""
         _, value = self._known.get(id(condition), (None, None))
         if value is None:
             return None

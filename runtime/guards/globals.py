@@ -1,10 +1,8 @@
-"""Recording of the values outside its modules to which the code of a forward refers.
+"""Recording of the values outside its modules to which a forward's code refers: variables, cells, defaults,
+environment, attributes of objects.
 
-They are global variables, closure cells, default arguments and environment variables. They are also the attributes of
-objects and classes that are found in these, in the arguments of the forward, or in attributes of the modules.
-
-References are found in the bytecode. To trace the execution instead would double the time of a capture. Whatever a
-function names counts as read, even in a branch that is not taken.
+References are found in the bytecode, since tracing the execution would double the time of a capture. What a function
+names counts as read, even in a branch that is not taken.
 """
 
 from __future__ import annotations
@@ -47,28 +45,25 @@ _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 @dataclass
 class _Shelf:
-    """The values to which code refers in one namespace.
-
-    ``holder``: the object that has the namespace. ``values``: the namespace. ``found``: the values by name.
-    ``variables``: whether the values are those of variables or attributes, and not the items of a dictionary.
-    ``named``: whether code reads them by these names; not true of default arguments.
-    """
+    """The values to which code refers in one namespace."""
 
     holder: Any
+    """The object that has the namespace."""
     values: Mapping[str, Any]
+    """The namespace."""
     found: dict[str, Any] = field(default_factory=dict)
+    """The values by name."""
     variables: bool = True
+    """Whether the values are those of variables or attributes, and not the items of a dictionary."""
     named: bool = True
+    """Whether code reads them by these names; not true of default arguments."""
 
 
 class GlobalReads:
-    """All values outside the modules of a model to which the code of the modules' forwards refers: global variables,
-    closure cells, default arguments, environment variables, and attributes of objects and classes. They are looked up
-    when this object is made.
+    """All values outside of a model's modules to which the code of their forwards refers, looked up when this is
+    made.
 
-    Args:
-        modules: all modules of the model, each once.
-        arguments: the leaves of the forward's arguments.
+    ``arguments``: the leaves of the forward's arguments, whose objects count too.
     """
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
@@ -105,11 +100,9 @@ class GlobalReads:
     def found_in_places(
         self, model: str, guarded: Mapping[int, Set[str]], unguarded: Mapping[int, Set[str]]
     ) -> list[Found]:
-        """Return the values to which the code refers, as one `Found` for each namespace in which some were found. They
-        must have the values that they had before the forward.
+        """Return the values to which the code refers, from before the forward, as one `Found` for each namespace.
 
-        Values that the forward has changed nevertheless are left out. A warning says that a planned forward will not
-        change them.
+        Others that the forward has changed are left out, with a warning.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
@@ -202,9 +195,8 @@ class GlobalReads:
                 yield home, vars(home), names | _UNNAMED, names
 
     def _is_object(self, thing: Any) -> bool:
-        """Return whether the attributes of an object are recorded: it is a record (an object that exists for its
-        attributes, see `is_record`), or an instance of a class outside of libraries. Modules, classes and tensors are
-        not."""
+        """Return whether an object's attributes are recorded: a record, or an instance of a class outside of
+        libraries."""
         if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
             return is_record(thing)
         kind = type(thing)
@@ -232,8 +224,8 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
 
 
 def _variable(name: str) -> str | None:
-    """Return an environment variable; None if it is not set. `os.environ` makes a new string at each access; here an
-    unchanged text is the same object, as changes of names are found by identity."""
+    """Return an environment variable, an unchanged text as the same object, or None."""
+    # `os.environ` makes a new string at each access, and changes are found by identity.
     text = os.environ.get(name)
     return None if text is None else sys.intern(text)
 
@@ -257,16 +249,16 @@ _AROUND = {
 
 
 def _inside(thing: Any) -> FunctionType | None:
-    """Return the Python function that runs if an object is called, or, for a property, if it is read. Bound methods,
-    partial functions and other wrappers are unwrapped. Return None if there is no Python function."""
+    """Return the Python function that runs if an object is called or a property read, after unwrapping; None without
+    one."""
     while type(thing) in _AROUND:
         thing = getattr(thing, _AROUND[type(thing)])
     return thing if isinstance(thing, FunctionType) else None
 
 
 def _bound(thing: Any) -> tuple[Any, ...]:
-    """Return the objects that a callable has bound: the instance of a bound method; the function and the fixed
-    arguments of a partial function; nothing for other callables."""
+    """Return what a bound method or partial function has bound: the instance, or the function and arguments; nothing
+    for others."""
     if isinstance(thing, (MethodType, BuiltinMethodType)):
         return (thing.__self__,)
     return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()

@@ -34,18 +34,9 @@ _GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
 class Guard:
-    """A check that tracing a forward again would give the same graph, because everything that the forward read still
-    has the same value.
+    """A check that tracing a forward again would give the same graph: all that it read has the same value.
 
-    It covers attributes, values outside of the modules, and values of inputs and buffers that decided the control flow.
     Arguments and module states are covered by `call_key` and `ModuleState` instead.
-
-    Args:
-        found: the values that the forward read, one `Found` for each place (a namespace).
-        shared: the records (objects that exist for their attributes, such as a configuration) that the forward read,
-            each with all positions that must still have the same object.
-        decided: the check of control-flow decisions that depended on values of inputs and buffers.
-        conditions: what must hold of values that the forward changes in each call, such as counters.
     """
 
     def __init__(
@@ -55,6 +46,7 @@ class Guard:
         decided: ValueGuard,
         conditions: Sequence[Comparison | KnownKeys] = (),
     ) -> None:
+        # ``conditions``: what must hold of values that the forward changes in each call, such as counters.
         modules: list[tuple[int, Found]] = []
         items: list[tuple[Any, Found]] = []
         attributes: list[tuple[Any, Found]] = []
@@ -76,9 +68,7 @@ class Guard:
         self.decided, self.conditions = decided, conditions
 
     def mapped(self, change: Callable[[Any], Any], counts: Sequence[int] | None = None) -> Guard:
-        """Return a copy of this guard for other sizes. Only the recorded calls change, which compute the values that
-        decided the control flow from inputs and buffers.
-        """
+        """Return a copy for other sizes: in the recorded calls that compute decisive values, ``change`` is applied."""
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         if counts is not None:
@@ -115,9 +105,8 @@ class Guard:
 
 
 def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] = getitem) -> list[Table]:
-    """Return the tables that compare what was found in several namespaces: one for the objects and the absent names,
-    and one for the copies of containers, each only if it has an entry.
-    """
+    """Return the tables that compare what was found in namespaces: objects and absent names, and copies of
+    containers, if any."""
     absent = [(at, name) for at, f in rows for name in f.absent]
     objects = Table([(at, f.objects) for at, f in rows], absent, fetch)
     copies = Table([(at, f.copies) for at, f in rows], fetch=fetch)
@@ -127,9 +116,8 @@ def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] 
 def _numbered(
     pairs: Sequence[tuple[Any, Found]], fetch: Callable[[Any, str], Any] = getitem
 ) -> tuple[Namespaces, list[Table]]:
-    """Return the namespaces as a list, one for each pair, and the tables (`_tables`) that compare what was found in
-    them. The tables name a namespace by its position in this list.
-    """
+    """Return the namespaces of the pairs as a list, and the tables, which name them by position, that compare what
+    was found."""
     rows = list(enumerate(f for _, f in pairs))
     return Namespaces(namespace for namespace, _ in pairs), _tables(rows, fetch)
 
@@ -146,19 +134,18 @@ def _by_object(namespace: AttributesByName, found: Found) -> Iterator[tuple[Any,
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A check that all positions at which a forward found a record (an object that exists for its attributes, such as a
-    configuration) still have one and the same object.
-
-    ``kind``: the record's class. ``first``: one of the positions. ``modules``, ``names``: of the further positions that
-    are attributes of modules, the module's position and the attribute's name. ``deeper``: the further positions that
-    are attributes of other records.
-    """
+    """A check that all positions at which a forward found a record still have one and the same object."""
 
     kind: type
+    """The record's class."""
     first: Owner
+    """One of the positions."""
     modules: tuple[int, ...]
     names: tuple[str, ...]
+    """With ``modules``: of further positions that are attributes of modules, the attribute's name and the module's
+    position."""
     deeper: tuple[Owner, ...]
+    """The further positions that are attributes of other records."""
 
     @staticmethod
     def of(record: SharedRecord) -> _Shared:

@@ -21,8 +21,8 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class StateKey:
-    """A hashable wrapper of a tuple that computes its hash only once. When two wrappers are found equal, they share one
-    tuple from then on, so that comparing them again is fast."""
+    """A hashable tuple whose hash is computed once. Two that were found equal share one tuple afterwards, for fast
+    comparison."""
 
     __slots__ = ("_hash", "value")
 
@@ -43,40 +43,34 @@ class StateKey:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state of a module and its submodules at a call, as far as a plan depends on it.
-
-    ``attributes``: the ``__dict__`` of the module and of each submodule, each once, in the order of
-    ``named_modules()``. ``named``: parameters and buffers, each once, under the names of ``named_parameters`` and
-    ``named_buffers``. ``key``: classes and training modes of all modules, hooks of the submodules, and the names and
-    properties of the tensors, without their values.
-    """
+    """The state of a module and its submodules at a call, as far as a plan depends on it."""
 
     attributes: Namespaces
+    """The ``__dict__`` of each module, in the order of ``named_modules()``."""
     named: dict[str, torch.Tensor]
+    """Parameters and buffers, each once, under the names of ``named_parameters`` and ``named_buffers``."""
     key: StateKey
+    """Classes and modes of all modules, hooks of submodules, names and properties, without values, of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last state of a module that `ModuleTree` found, to recognise the same state quickly at the next call. Only
-    states without hooks in submodules, and with plain strided tensors, are remembered.
-
-    ``kinds``: classes and training modes of the modules. ``tensors``: a check of the tensors' properties. ``key``: the
-    state's key.
-    """
+    """The last state that `ModuleTree` found, to recognise it quickly; only without hooks in submodules, and with
+    plain tensors."""
 
     kinds: list[Any]
+    """Classes and training modes of the modules."""
     tensors: TensorGuards
+    """A check of the tensors' properties."""
     key: StateKey
+    """The state's key."""
 
 
 class ModuleTree:
-    """A list of a module and its submodules, made once, from which `state` reads their state at every call.
+    """A list of a module and its submodules, made once, from which `state` reads their state at every call, mostly
+    in C.
 
-    A network has hundreds of submodules and each call looks at all of them, so as much as possible is compared in C.
-
-    Args:
-        module: the module. Only its ``__dict__`` and its submodules are kept, to avoid a reference cycle.
+    It keeps the module's ``__dict__`` and submodules, not the module: a reference cycle otherwise.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -110,9 +104,8 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's present state. Return None if a new tree must be made: the module has other submodules
-        than before, or its tensors have other names, are tied differently, or exist where none did before.
-        """
+        """Return the module's present state, or None if a new tree is needed: other submodules, or other names or
+        ties of tensors."""
         distinct = self._tensors(module)
         if distinct is None:
             return None

@@ -12,12 +12,10 @@ from rematplan.runtime.guards.state_writes import Write
 
 
 class ModuleTensors:
-    """The parameters, buffers and submodules of all modules of a model before a forward.
+    """The parameters, buffers and submodules of a model before a forward, which may add a buffer or replace one by
+    another shape or type.
 
-    A forward may add a buffer, or replace one by a tensor of another shape or type (a table that grows). A buffer that
-    it replaces by one of the same shape and type is not counted here: its new values are copied into the old one.
-
-    ``model``: the model.
+    A replacement of equal shape and type does not count: its values are copied into the old buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:

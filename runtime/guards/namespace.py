@@ -13,21 +13,20 @@ from rematplan.runtime.guards.state_writes import assign
 
 @dataclass
 class Namespace:
-    """Some names and their values before the forward.
-
-    ``owner``: the module or record whose attributes they are; None for others. ``uses``: if accesses are not recorded
-    while the forward runs, a function that returns the uses of a name, as the bytecode of all functions has them.
-    ``key``: the id of the namespace. ``left_out``: names that are not compared: those of tensors, and of lists of
-    parameters and buffers, whose content a trace replaces.
-    """
+    """Some names and their values before the forward."""
 
     place: Place
     values: Any
     before: dict[str, Any]
     owner: Owner | None = None
+    """The module or record whose attributes they are; None for others."""
     uses: Callable[[str], Collection[str]] | None = None
+    """Returns the uses of a name in the bytecode of all functions, if accesses are not recorded while the forward
+    runs."""
     key: int = 0
+    """The id of the namespace."""
     left_out: frozenset[str] | set[str] = frozenset()
+    """Names that are not compared: tensors, and lists of parameters and buffers, whose content a trace replaces."""
 
     def now(self, name: str) -> Any:
         """Return the present value of a name; `UNSET` if there is none."""

@@ -1,5 +1,5 @@
-"""Places in which a forward finds values: namespaces that a guard can look up again. A place is the ``__dict__`` of a
-module or of a record in its attributes, or a namespace outside the modules."""
+"""Places in which a forward finds values and a guard looks again: the ``__dict__`` of a module or record, or another
+namespace."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A namespace that is the same object at every call: the variables of a Python module, a class, the cells of a
-    closure.
-
-    ``values``: the namespace.
-    """
+    """A namespace that is the same object at every call: variables of a Python module, a class, cells of a closure."""
 
     values: Any
+    """The namespace."""
 
     def find(self, _attributes: Attributes) -> Any:
         """Return the namespace. ``_attributes`` is not used."""
@@ -50,13 +47,10 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """The ``__dict__`` of a module, or of a record in a module's attributes. A record is an object that exists for its
-    attributes, such as a configuration.
-
-    ``owner``: the module's position, and the attributes that lead from it to the record (none for the module itself).
-    """
+    """The ``__dict__`` of a module, or of a record in its attributes."""
 
     owner: Owner
+    """The module's position, and the attributes that lead from it to the record."""
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
         """Return the ``__dict__`` of this place's module or record as it is now.
@@ -83,13 +77,11 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The results of a record's ``__getattr__``, for names that are not attributes of the record. A record is an object
-    that exists for its attributes; a configuration, for example, may keep its entries in a dictionary.
-
-    ``owner``: the position of a module, and the attributes that lead from it to the record.
-    """
+    """The results of a record's ``__getattr__``, for names that are not attributes, as of a configuration with a
+    dictionary."""
 
     owner: Owner
+    """The position of a module, and the attributes that lead from it to the record."""
 
     def find(self, attributes: Attributes) -> Asked:
         """Return the record, wrapped so that indexing it by a name reads the attribute of that name.
@@ -110,8 +102,8 @@ class Asked:
 
 
 class ByName(Mapping[str, Any]):
-    """A read-only mapping whose values are looked up by a function at every access. Names for which the function raises
-    an AttributeError or ValueError are absent."""
+    """A read-only mapping that a function looks up at every access; names for which it raises AttributeError or
+    ValueError are absent."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
         self.names, self.get_named = frozenset(names), get
@@ -130,10 +122,10 @@ class ByName(Mapping[str, Any]):
 
 
 class AttributesByName(ByName):
-    """A read-only mapping whose values are attributes of objects, such as the contents of closure cells.
+    """A read-only mapping to attributes of objects, such as the contents of closure cells; guards read them by
+    ``getattr`` instead.
 
-    ``where``: by name, the object and the name of its attribute. A guard does not use this mapping:
-    it reads the attributes from the objects with ``getattr``, called from C.
+    ``where``: by name, the object and its attribute.
     """
 
     def __init__(self, where: Mapping[str, tuple[Any, str]]) -> None:
@@ -152,27 +144,23 @@ class ClassAttributes(ByName):
 
 @dataclass(frozen=True)
 class Found:
-    """The values that a forward found in one place, which is a namespace such as the ``__dict__`` of a module.
-
-    ``place``: the place. ``objects``: by name, the values that were still the same objects after the forward.
-    ``copies``: by name, values to which the place had an equal one after the forward, but not the same object; most are
-    copies of containers and arrays, whose content may change. ``absent``: names that the forward looked up and that the
-    place does not have.
-    """
+    """The values that a forward found in one place."""
 
     place: Place
+    """The place, a namespace such as the ``__dict__`` of a module."""
     objects: Mapping[str, Any]
+    """By name, the values that were still the same objects after the forward."""
     copies: Mapping[str, Any]
+    """By name, values that were equal but not the same object after it: most are copies of containers and arrays."""
     absent: tuple[str, ...] = ()
+    """Names that the forward looked up and that the place does not have."""
 
 
 @dataclass(frozen=True)
 class SharedRecord:
-    """A record (an object that exists for its attributes, such as a configuration) that a forward read.
-
-    ``kind``: its class. ``owners``: all positions at which it was found, each as a module's position and a path of
-    attribute names. A guard checks that all of them still have one and the same object.
-    """
+    """A record that a forward read, at positions which a guard checks to still have one and the same object."""
 
     kind: type
+    """Its class."""
     owners: tuple[Owner, ...]
+    """All positions at which it was found, each as a module's position and a path of attributes."""

@@ -1,7 +1,7 @@
 """The Python state that a forward changes: attributes, variables, and the content of containers.
 
-A capture runs the forward several times. Each run must begin with the state of the first one, so what a run has changed
-is undone after it. A planned call then makes the same changes, and its guard checks the state that the forward read.
+A capture undoes each run's changes, so that the next begins alike. A planned call makes the same changes, and its
+guard checks the state that was read.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ class _Alias:
 
 @dataclass
 class PythonState:
-    """The Python state of a module before a forward that is traced, and the changes that the forward makes in it.
-
-    ``reads``: the attributes that the forward reads and sets. ``global_reads``: the values outside of the modules.
-    """
+    """The Python state of a module before a forward that is traced, and the changes that the forward makes in it."""
 
     reads: Reads
+    """The attributes that the forward reads and sets."""
     global_reads: GlobalReads
+    """The values outside of the modules."""
     namespaces: list[Namespace] = field(default_factory=list)
     contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """By id, all containers in the namespaces, each with a copy of its content."""
@@ -159,9 +158,8 @@ class PythonState:
                 refill(container, was)
 
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
-        """Record a read of an attribute of a module or record, and return the value for the reader: a counted number in
-        place of a number that the forward changes.
-        """
+        """Record a read of an attribute, and return its value, or a counted number if the forward changes it.
+        Iterators are refused."""
         kind = type(value)
         if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
             if is_iterator(value):
@@ -219,8 +217,8 @@ class PythonState:
         return plain(value)
 
     def path_of(self, at: int, name: str) -> tuple[int | None, str]:
-        """Return the position of the module that has a name (None for a variable outside of the modules), and the path
-        of attributes from the module to it. ``at``: the position of the namespace."""
+        """Return the module that has a name of namespace ``at``, None for a variable outside, and the path of
+        attributes to it."""
         owner = self.namespaces[at].owner
         return (None, name) if owner is None else (owner[0], ".".join((*owner[1], name)))
 
@@ -234,8 +232,8 @@ class PythonState:
         return guarded, unguarded
 
     def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-        """Return the names outside of modules and records that the forward changes, by the id of their namespace: those
-        that a guard checks, and those that it does not check there. (Records are checked as attributes.)"""
+        """Return, by the id of namespaces outside of modules, the changed names that a guard checks there, and those
+        it does not."""
         guarded: dict[int, set[str]] = {}
         unguarded: dict[int, set[str]] = {}
         for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):
@@ -249,8 +247,10 @@ class PythonState:
         return guarded, unguarded
 
     def changes(self) -> list[tuple[Write, Any]]:
-        """Return what a planned call must change after its forward, each with the value to store, and decide which of
-        the changed values a guard checks.
+        """Return what a planned call must change after its forward, each with its value, and decide which changes a
+        guard checks.
+
+        An iterator that advanced is refused.
         """
         for (name, iterator), before in zip(self.iterators, self.progress, strict=True):
             if progress(iterator) != before:
@@ -368,8 +368,8 @@ class PythonState:
         return (READ,) if self._all_uses(alias.at, alias.name) else ()
 
     def _without_content(self, container: Any, uses: set[str], direct: Sequence[_Alias]) -> tuple[str, Any]:
-        """Return how a planned call changes a container whose content the forward does not read: "add" and the added
-        items, or "whole" and None if all its content is new. Return "" and None if neither is known."""
+        """Return how to change a container whose content is not read: "add" and items, "whole" for new content, or
+        "" if unknown."""
         was = self._content_of(container)
         owners = [(self.namespaces[alias.at].owner, alias.name) for alias in direct]
         while_running = {use for owner, name in owners if owner for use in self.uses.get((owner, name), ())}

@@ -1,10 +1,7 @@
-"""Numbers that a traced forward reads from tensors whose values are not known during the trace, such as a loss for a
-log.
+"""Numbers that a traced forward reads from tensors with unknown values, such as a loss for a log.
 
-A number that the forward only stores or returns decides nothing. While the forward is traced, it is an expression of
-tensors that the step computes; a planned call evaluates it after its forward. A comparison of numbers that were drawn
-at random is a decision, which the guard checks. A text of a number may leave the forward. Any other use of a number in
-Python is refused.
+If the forward only stores, returns or prints one, a planned call evaluates it afterwards. A comparison of drawn
+numbers is a decision, which the guard checks; any other use is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ NUMBERS: list[weakref.ref[Any]] = []
 class ReadNumber:
     """A number that a traced forward has read from tensors, or computed from such numbers.
 
-    ``expression``: how it is computed. ``tensors``: the tensors of one element in it. ``decide``: decides by it.
+    ``expression``: how it is computed. ``tensors``: those of one element in it. ``decide``: decides by it.
     """
 
     reads_tensors = True

@@ -20,17 +20,16 @@ from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
 
 @dataclass(frozen=True)
 class Record:
-    """What a forward depends on, as recorded while it is traced.
-
-    ``reads``: the attributes of modules, and of objects in them, that it reads. ``global_reads``: the values outside of
-    the modules to which its code refers. ``values``: the decisions that depend on values of inputs and buffers.
-    ``state``: the Python state before the forward, and the changes that the forward makes in it.
-    """
+    """What a forward depends on, as recorded while it is traced."""
 
     reads: Reads
+    """The attributes of modules, and of objects in them, that it reads."""
     global_reads: GlobalReads
+    """The values outside of the modules to which its code refers."""
     values: ValueGuardRecorder
+    """The decisions that depend on values of inputs and buffers."""
     state: PythonState
+    """The Python state before the forward, and the changes that the forward makes in it."""
 
     @property
     def generators(self) -> Collection[Any]:
@@ -44,11 +43,8 @@ class Record:
         return self.global_reads.names
 
     def guard(self, model: str) -> Guard:
-        """Return the guard of the traced graph: the check that everything on which it depends is unchanged. Warn about
-        values outside of the modules that the forward changes.
-
-        ``model``: the model's name, for the warning.
-        """
+        """Return the check that all on which the traced graph depends is unchanged. Warn of values outside that the
+        forward changes."""
         state = self.state
         state.counted.clear()
         check_none_left()

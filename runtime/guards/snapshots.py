@@ -1,7 +1,5 @@
-"""Copies and comparison of values that a forward finds outside its arguments, parameters and buffers.
-
-The traced graph has these values as constants, so a plan is valid only while they do not change.
-"""
+"""Copies and comparison of values outside of arguments, parameters and buffers, which a traced graph has as
+constants."""
 
 from __future__ import annotations
 
@@ -54,12 +52,8 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = _DEEPEST) -> Any:
-    """Return what to store of a value so that `same` can compare a later value with it: a copy of a container or NumPy
-    array, whose content may change; any other value itself.
-
-    A container of more than 1000 entries and an array of more than 65536 numbers are not copied, and containers in
-    containers only down to ``depth`` levels.
-    """
+    """Return what `same` needs of a value: copies of containers and NumPy arrays, down to ``depth`` levels, else the
+    value itself."""
     kind = _kind(value)
     if kind is np.ndarray and value.size <= MOST_NUMBERS:
         return value.copy()
@@ -74,8 +68,8 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
 
 
 def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
-    """Yield a value itself, or, if it is a container, the values in it. Containers in it are opened in the same way,
-    down to ``depth`` levels. Containers of more than 1000 entries, and those at a deeper level, are left out."""
+    """Yield a value, or the values in a container, down to ``depth`` levels. Deeper and larger (`MOST`) containers
+    are left out."""
     kind = _kind(value)
     if kind not in _CONTAINERS:
         yield value
@@ -93,10 +87,10 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether a value equals an earlier value, which `kept` returned.
+    """Return whether a value equals an earlier one from `kept`: containers and small arrays by content, plain values
+    with their types.
 
-    Values of plain types are compared together with their types (1, 1.0 and True differ). Containers and NumPy arrays
-    are compared by content. All other values, tensors and large arrays included, are compared by identity.
+    All other values, tensors included, are compared by identity.
     """
     if a is b:
         return a is not UNSET
@@ -118,8 +112,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _kind(value: Any) -> type[Any]:
-    """Return the type by which a value is compared: for an instance of a subclass of a container the built-in
-    container, for NumPy scalars and arrays ``ndarray``, else the type itself."""
+    """Return the type by which a value is compared: the built-in container of a subclass, ``ndarray`` for NumPy,
+    else its own."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.ndarray
     kind = type(value)

@@ -15,16 +15,14 @@ from rematplan.runtime.guards.read_numbers import Counted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """A change of Python state that a planned call makes after its forward.
-
-    ``place``, ``name``: the variable or attribute. ``how``: what is stored: "set", the value; "refill", the value's
-    content, in the present container; "add", the items that are added to a container; "count", the value of
-    ``expression``; "number", a number that the step computes; "remove", nothing, and the name is deleted.
-    """
+    """A change of Python state that a planned call makes after its forward."""
 
     place: Place
+    """Where the variable or attribute is."""
     name: str
     how: str
+    """What is stored: "set" the value, "refill" its content, "add" items, "count" ``expression``, "number" from the
+    step, "remove" nothing."""
     expression: Expression = None
     read: bool = False
     """Whether the forward reads what it changes, so that its graph may be another one in the next call."""

@@ -30,11 +30,10 @@ def asked(
     answer: Callable[..., Any],
     number: Callable[[torch.Tensor], Any] | None = None,
 ) -> Iterator[None]:
-    """Replace `Tensor.tolist`, `Tensor.numpy` and the text of traced tensors inside the block by functions that ask
-    ``answer``, and `Tensor.item` by ``number`` if it is given. Calls by other threads are not affected.
+    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts of traced tensors ask ``answer``, and
+    `Tensor.item` ``number``.
 
-    The first two call no op, so a dispatch mode does not see them. On a traced tensor, `numpy` fails or returns
-    arbitrary memory. A text that only leaves the forward is `TEXT`.
+    Other threads are not affected. A text that only leaves the forward is `TEXT`.
     """
     thread = get_ident()
 
@@ -87,9 +86,8 @@ def _text(tensor: torch.Tensor, *form: str) -> str:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Let `Tensor.tolist`, `Tensor.numpy` and texts that do not leave raise an error inside the block if this thread
-    calls them, as a tracer does for other calls that read values of traced tensors.
-    """
+    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts that do not leave raise, as other reads of
+    traced values do."""
 
     def refuse(read: Any, *_: Any) -> Any:
         raise DataDependentOutputException(read.__name__.lstrip("_"))
@@ -99,8 +97,8 @@ def undecided() -> Iterator[None]:
 
 
 class Plainly:
-    """A context manager that executes the block's calls on real tensors without a dispatch mode (such as a tracer's),
-    without gradients and without autocast. (Guards enter it in each call, and a class costs less than a generator.)"""
+    """A context for calls on real tensors without dispatch modes, gradients and autocast. A class costs less than a
+    generator."""
 
     __slots__ = ("_entered",)
 

@@ -1,7 +1,7 @@
-"""What a forward does with the text of a tensor or of a number that is not known while the forward is traced.
+"""What a forward does with the text of an unknown tensor or number: one that is only printed, logged or raised
+decides nothing.
 
-A text that is only printed, logged or raised decides nothing. Any other text may be compared, searched or parsed, now
-or in a later call. The statement that makes the text is found in the source code by the position of the instruction.
+The statement that makes the text is found in the source by the instruction's position.
 """
 
 from __future__ import annotations

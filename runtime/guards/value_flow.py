@@ -1,8 +1,7 @@
-"""What code does with a value that it has just loaded, read off its bytecode.
+"""What code does with a value that it has just loaded, read off its bytecode until the value has left the stack.
 
-A forward that only counts its calls, or only appends to a list, does not depend on the count or on the list's content.
-The instructions after the load are followed until the value has left the stack. Whatever is not in the tables below
-counts as a use that reveals the value.
+A forward that only counts its calls, or appends to a list, does not depend on them. Instructions outside of the
+tables below reveal the value.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ _POPS = {
 
 @cache
 def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
-    """Return the uses of all loads of a global variable, closure cell or attribute of this name in a code object,
-    nested functions included. A string constant of this name counts as `READ`: the code may look the name up."""
+    """Return the uses of all loads of a variable, cell or attribute ``name`` in a code object; a string constant of
+    it is `READ`."""
     found = [
         use_of(code, i.offset, name) for i in _instructions(code) if _LOADS.get(i.opname) and i.argval == name
     ]
@@ -65,8 +64,11 @@ def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
 
 @cache
 def use_of(code: CodeType, offset: int, name: str) -> str:
-    """Return what the code does with the value that the instruction at ``offset`` loads by ``name``: `READ`, `COUNTED`,
-    `ITEM` or the name of one of the `WRITERS`. Return `READ` if the instruction loads no value by this name."""
+    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `ITEM` or one
+    of `WRITERS`.
+
+    If it loads no such value there, `READ`.
+    """
     instructions = _instructions(code)
     at = next((k for k, i in enumerate(instructions) if i.offset == offset), None)
     if at is None or instructions[at].opname not in _LOADS or instructions[at].argval != name:
@@ -154,9 +156,9 @@ def _apply(i: dis.Instruction, stack: list[str]) -> bool:
 
 
 def _combined(stack: list[str]) -> bool:
-    """Apply a binary operation. A number on its right side is only followed if a constant is on its left side: a
-    tensor there would not say that it reads the number."""
+    """Apply a binary operation. A number on its right is followed only if the left is a constant."""
     right, left = stack.pop(), stack.pop()
+    # A tensor on the left would not say that it reads the number.
     stack.append(_VALUE if _VALUE in (left, right) else _OTHER)
     return left in (_VALUE, _CONSTANT) or right != _VALUE
 

@@ -29,26 +29,25 @@ class TensorNumber:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A recorded call of a traced forward, to be executed again with real tensors. Tensors are denoted by the numbers
-    that `OpTape` assigns to them.
-
-    ``call``, ``args``, ``kwargs``: the function and its arguments, with a `TensorNumber` in place of each tensor.
-    ``results``: the numbers of the resulting tensors; None for a result that is not a tensor. ``reads``: the storages
-    that the call reads, each denoted by the number of the first tensor in it. ``touches``: the storages that it
-    allocates, views or writes, denoted in the same way. ``expected``: the result, if the forward decided by it; else
-    `UNDECIDED`. ``draws``: the generator from which it draws random numbers; None if it draws none. ``counts``: whether
-    the result is an integer that the forward takes only as a size.
-    """
+    """A recorded call of a traced forward, to be executed again with real tensors, which are denoted by `OpTape`'s
+    numbers."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    """With ``call`` and ``args``: the function and its arguments, with a `TensorNumber` in place of each tensor."""
     results: tuple[int | None, ...]
+    """The numbers of the resulting tensors; None for a result that is not a tensor."""
     reads: frozenset[int]
+    """The storages that the call reads, each by the number of the first tensor in it."""
     touches: frozenset[int]
+    """The storages that it allocates, views or writes, likewise."""
     expected: Any
+    """The result, if the forward decided by it; else `UNDECIDED`."""
     draws: Generator | None = None
+    """The generator from which it draws random numbers; None if it draws none."""
     counts: bool = False
+    """Whether the result is an integer that the forward takes only as a size."""
 
     @property
     def decides(self) -> bool:
@@ -62,13 +61,10 @@ UNDECIDED = object()
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """A check that a forward would decide in the same way as when it was traced. It executes again the calls that
-    compute the decisive values from the module's inputs and buffers, and compares the outcomes.
-
-    ``entries``: the recorded calls in order, with the outcomes of the decisions.
-    """
+    """A check that a forward would decide as in its trace: it executes the calls that compute decisive values again."""
 
     entries: tuple[RecordedCall, ...] = ()
+    """The recorded calls in order, with the outcomes of the decisions."""
     sources: tuple[tuple[int, Source | torch.Tensor], ...] = ()
     """The tensors that exist before the first call, as pairs: the tensor's number in the recorded calls; and its
     `Source`, or the tensor itself if it is neither an input nor a buffer."""
@@ -82,16 +78,15 @@ class ValueGuard:
         return self.assumed[: len(outcomes)] == outcomes
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-        """Return whether the forward would decide in the same way for these tensors. The recorded calls are executed
-        again, and their outcomes compared with the recorded ones. The tensors are not changed.
-        """
+        """Return whether the forward would decide in the same way for these tensors, by executing the recorded calls
+        on them, unchanged."""
         return all(_same(entry.expected, value) for entry, value in self._decided(buffers, batch))
 
     def counted(
         self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[int, ...] | None:
-        """Return the numbers that the forward would take as sizes for these tensors, in order; None if it would decide
-        in another way than when it was traced. The arguments are those of `holds`."""
+        """Return the numbers that the forward would take as sizes, in order; None if it would decide otherwise, or a
+        call fails."""
         found: list[int] = []
         try:
             for entry, value in self._decided(buffers, batch):
@@ -128,8 +123,7 @@ class ValueGuard:
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The values by which the forward decided, as text, in the order of the decisions, and those that were assumed.
-        A number that the forward takes only as a size has no value here."""
+        """The values by which the forward decided, in order, as text, empty for sizes; then the assumed ones."""
         decided = (e for e in self.entries if e.decides)
         return (*("" if e.counts else repr(e.expected) for e in decided), *map(repr, self.assumed))
 

@@ -212,7 +212,7 @@ def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
 
 def _bounded(x: Ref, factor: Ref, y: Value, kernel: str, facts: Facts) -> Found:
     """Yield the rule for ``x`` from its product with, or quotient by, an activation whose bounds exclude 0, as
-    exp(tanh(s))."""
+    exp(tanh(s)); else nothing."""
     bounds = facts.ranges(factor)
     ends = bounds.sizes if kernel == "divide" else tuple(1 / e if e else math.inf for e in bounds.sizes[::-1])
     least, most = ends

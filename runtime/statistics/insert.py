@@ -270,8 +270,10 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch,
-    features). A matrix is traced through views."""
+    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch, features).
+
+    Of a tensor with at most two dimensions, the tensor before its views decides.
+    """
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:

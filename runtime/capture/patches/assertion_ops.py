@@ -60,22 +60,19 @@ would print values."""
 
 
 class Checks(TorchDispatchMode):
-    """Replaces, inside the block, assertion ops by variants that return an empty tensor. A tracer would remove the
-    originals, because they return nothing.
+    """Replaces, inside the block, assertion ops by variants that return an empty tensor, so that a tracer keeps
+    them.
 
-    If the forward asks for the value of a boolean tensor that is unknown during the trace, the outcome that
-    ``finite`` or ``assertions`` supplies is assumed, and an op is added that asserts it when the step runs. If none is
-    supplied, the tracer's error is raised. The conditions that `torch.distributions` validates are assumed to hold, and
-    asserted in the same way.
-
-    ``results``: the tensors that the assertion ops return. They must be outputs of the graph, or the ops are removed.
-    ``assertions``: the outcomes to assume. ``finite``: those of tests for infinite and NaN values; None to assume none.
+    A boolean that is unknown in the trace gets the outcome of ``finite`` or ``assertions``, with an op that asserts
+    it; else the tracer's error is raised.
     """
 
     supports_higher_order_operators = True  # they are not changed
 
     def __init__(self, assertions: SpeculatedAssertions, finite: FiniteTests | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        #: The tensors that the assertion ops return. They must be outputs of the graph, or the ops are
+        #: removed.
         self.results: list[torch.Tensor] = []
         self.assertions, self.finite = assertions, finite
 

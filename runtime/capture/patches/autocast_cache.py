@@ -1,7 +1,7 @@
-"""Make a trace cast each weight only once under autocast, even if several ops use it, as eager mode does. The gradients
-of these uses are then summed in the lower precision.
+"""Make a trace cast each weight only once under autocast, as eager mode does, so that its gradients are summed in
+lower precision.
 
-Autocast's cache works only for leaf tensors, and it is off while a tracer runs. A tracer's tensors are not leaves.
+Autocast's cache works for leaf tensors only, which a tracer's are not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
-    """Make autocast cast each float32 tensor in ``leaves`` that requires a gradient only once inside the block, as
-    eager mode does if autocast's cache is enabled.
-    """
+    """Make autocast cast each trained float32 tensor in ``leaves`` once inside the block, as eager mode does if its
+    cache is enabled."""
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
     switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}

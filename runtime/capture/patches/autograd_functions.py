@@ -22,8 +22,8 @@ Kind = type[Function]
 def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
     """Tell of each run of a Function that is not PyTorch's own, if its forward runs in this thread.
 
-    ``watch``: called with the class for each call. It returns a function whose result is entered for each run: first
-    the forward's, then the backward's.
+    ``watch``: gets the class for each call, and returns what makes a context for each run, of the forward, then the
+    backward.
     """
     thread = get_ident()
     contexts: dict[
@@ -63,10 +63,10 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
 
 @contextmanager
 def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
-    """Differentiate the forwards of these classes by autograd, inside the block and in this thread. A ``no_grad`` that
-    a forward enters itself has no effect.
+    """Differentiate these classes' forwards by autograd, inside the block and in this thread, also where they enter
+    ``no_grad``.
 
-    If ``kind.apply`` was taken before the block, its graph is differentiated apart in the Function's backward.
+    If ``kind.apply`` was taken before, its graph is differentiated apart in its backward.
     """
     thread, no_grad, applied = get_ident(), torch.no_grad, vars(Function)["apply"]
     forwards = {kind: (kind.forward, _has_set_up(kind.setup_context)) for kind in kinds}

@@ -27,20 +27,17 @@ def _nothing_around(_original: object, *_args: Any, **_kwargs: Any) -> Iterator[
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make `torch.utils.checkpoint.checkpoint` call its function without saving or recomputing anything, inside the
-    block and in this thread. Other threads are not affected, because they may be training a model that needs its
-    checkpoints."""
+    """Make `torch.utils.checkpoint.checkpoint` call its function plainly, inside the block and in this thread; other
+    threads may train."""
     with _replaced(_run, _nothing_around):
         yield
 
 
 @contextmanager
 def watched_checkpoints(watch: Callable[[str, tuple[Any, ...]], EachRun]) -> Iterator[None]:
-    """Tell of each run of a checkpoint's function, in this thread.
+    """Tell of each run of a checkpoint's function in this thread.
 
-    ``watch``: called for each checkpoint with its kind, ``reentrant`` or ``non-reentrant``, and the arguments of a
-    reentrant one. It returns a function whose result is entered for each run: first the forward's, then those of
-    recomputations.
+    ``watch``: gets the kind and a reentrant one's arguments, and returns what makes a context for each run.
     """
 
     def told(function: Callable[..., Any], each_run: EachRun) -> Callable[..., Any]:

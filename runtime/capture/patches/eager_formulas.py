@@ -1,8 +1,6 @@
-"""Replacements for ops in which eager mode looks at values to choose between two formulas. A tracer has no values, so
-it records a formula that eager mode may not run.
+"""Replacements for ops in which eager mode chooses between two formulas by values, which a tracer has not.
 
-The gradients, and for one op the result, would then differ in their last bits. In a replacement, the choice is made
-inside a single traced op, each time that it runs.
+The other formula has other last bits. A replacement chooses inside a single traced op, each time that it runs.
 """
 
 from __future__ import annotations
@@ -24,11 +22,9 @@ NONE, MEAN = 0, 1
 def _prod_backward(
     gradient: torch.Tensor, x: torch.Tensor, product: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
-    """Return the gradient of a product of elements with respect to ``x``, with the formula that eager mode uses for the
-    number of zeros in ``x``.
+    """Return the gradient of a product with respect to ``x``, by eager mode's formula for its number of zeros.
 
-    ``dim``: the dimension along which the product was taken, which ``product`` and ``gradient`` keep with size 1; None
-    if it was taken over all elements.
+    ``dim``: along which the product was taken, kept with size 1; None for all elements.
     """
     zeros, result = int((x == 0).sum()), torch.empty_like(x)
     if not zeros:
@@ -77,8 +73,7 @@ def _prod(
 
 @torch.library.custom_op("rematplan::masked_sum", mutates_args=())
 def _masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum, a scalar, of the elements of ``x`` at which ``mask`` is true. They are selected first and then
-    added, as in eager mode, so that the bits are the same."""
+    """Return the sum, a scalar, of the elements that ``mask`` selects, added as in eager mode, with the same bits."""
     return x.masked_select(mask).sum()
 
 

@@ -1,10 +1,7 @@
-"""Make a trace record the ops that eager mode runs.
+"""Make a trace record the ops that eager mode runs, where PyTorch replaces a kernel only under tracing.
 
-For some ops PyTorch registers a Python decomposition that replaces the C++ kernel only under tracing. An
-``upsample_bilinear2d`` becomes forty index calls, which are slower, round differently, and keep several times the
-memory. A ``dropout`` becomes the fused one, which eager mode does not run on a CPU, and whose scale differs in the last
-bit at some rates (0.15, for example). A recurrent layer becomes a loop over its steps. cuDNN's batch norm becomes
-PyTorch's, which has other bits.
+Its decompositions, such as forty index calls for ``upsample_bilinear2d``, may be slower, keep more memory, and round
+differently.
 """
 
 from __future__ import annotations
@@ -55,24 +52,18 @@ def _overloads() -> Iterator[OpOverload]:
 
 @cache
 def _fused_scales_alike(rate: float, dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's fused dropout op has the same bits as eager mode on a CPU, which multiplies by noise: 0
-    or 1 / (1 − ``rate``) in the input's type.
-
-    ``rate``: the probability that an element becomes 0. ``dtype``: the input's type.
-    """
+    """Return whether PyTorch's fused dropout has the bits of eager mode on a CPU at this rate and type."""
     if rate == 1:
         return False  # the fused kernel draws, eager mode does not
     with disable_current_modes():
+        # Eager mode multiplies by noise, 0 or 1 / (1 − rate) in the input's type.
         noise = torch.ones((), dtype=dtype).div_(1 - rate).double()
         return bool(noise == torch.tensor(1 / (1 - rate), dtype=torch.promote_types(dtype, torch.float32)))
 
 
 def _dropout_of(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes dropout with the bits of eager mode: with ``fused``, or, where ``fused`` has
-    other bits on a CPU, by multiplying with noise.
-
-    ``fused``: the decomposition that PyTorch registers for traces; it calls the fused dropout op.
-    """
+    """Return a function for dropout with the bits of eager mode: ``fused``, or a product with noise where that
+    differs on a CPU."""
 
     def dropout(x: torch.Tensor, rate: float, train: bool | None) -> Any:
         if not train or x.device.type != "cpu" or _fused_scales_alike(rate, x.dtype):
@@ -92,12 +83,10 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Run cuDNN's batch norm under tracing, with the bits of eager mode.
-
-    In training, the op ``cudnn_batch_norm`` changes the running statistics, but its schema does not say so. Then
-    ``_batch_norm_with_update`` is called, which runs the same kernel and has a correct schema.
-    """
+    """Run cuDNN's batch norm under tracing, with the bits of eager mode."""
     if training and mean is not None:
+        # ``cudnn_batch_norm`` changes the running statistics, but its schema does not say so. This runs the
+        # same kernel.
         return ATEN._batch_norm_with_update.default(x, weight, bias, mean, variance, momentum, eps)
     cudnn = ATEN.cudnn_batch_norm.default
     with with_kernels({(cudnn, key): None for key in KEYS}):
@@ -105,17 +94,15 @@ def _batch_norm(
 
 
 def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a function that runs the recurrent layer ``op`` as eager mode does, but always with PyTorch's cells
-    instead of cuDNN's kernel.
-
-    cuDNN's kernel reads the addresses of the weights, and a trace has no addresses. For a packed sequence, the tensor
-    of batch sizes is replaced by a real tensor, because the op reads its values.
-    """
+    """Return a function that runs a recurrent layer as eager mode does, but with PyTorch's cells, not cuDNN's
+    kernel."""
     packed = op._overloadname == "data"
 
     def recurrent(*args: Any, **kwargs: Any) -> Any:
         if packed:
+            # The op reads the values of the batch sizes.
             args = (args[0], _real(args[1]), *args[2:])
+        # cuDNN's kernel reads the addresses of the weights, which a trace has not.
         before = get_cudnn_enabled()
         set_cudnn_enabled(False)
         try:
@@ -136,8 +123,7 @@ def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
 def _pad_packed_sequence(
     packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad a packed sequence, with the results of the kernel of ``_pad_packed_sequence``. The kernel itself cannot be
-    traced, because it writes the lengths to a tensor's address."""
+    """Pad a packed sequence as its kernel does, which cannot be traced: it writes lengths to a tensor's address."""
     sizes = batch_sizes.tolist()
     longest = total_length if total_length > 0 else len(sizes)
     padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
@@ -160,8 +146,8 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Compute the CTC loss with the bits of the kernel of ``ctc_loss``. The kernel itself cannot be traced with the
-    mean as reduction, because it creates a tensor of the target lengths that a tracer does not see."""
+    """Compute the CTC loss with its kernel's bits; the kernel with a mean creates a tensor that a tracer does not
+    see."""
     arguments = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
     losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *arguments, wanted, zero_infinity)
@@ -172,14 +158,13 @@ def _ctc_loss(
 
 
 def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that multiplies matrices as eager mode does.
-
-    ``traced``: the decomposition that PyTorch registers for traces. It does not fold a batch of transposed matrices
-    into one matrix where the C++ code does, if the batch has one element and the other operand needs no gradient.
-    """
+    """Return a function that multiplies matrices as eager mode does, where the traced decomposition would not fold a
+    batch of one."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> Any:
         large, small = (a, b) if a.dim() >= b.dim() else (b, a)
+        # It does not fold transposed matrices if the batch has one element and the other operand needs no
+        # gradient.
         same = small.dim() > 2 or small.requires_grad or large.is_contiguous()
         return traced(a, b) if same else ATEN.matmul.default._op_dk(COMPOSITE, a, b)
 
@@ -187,12 +172,8 @@ def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resizing_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a function for an interpolation op that can be traced with symbolic sizes, which the op's C++ code
-    refuses. The function calls the kernel that the op would call.
-
-    ``op``: the overload that takes either an output size or scale factors. Factors must be whole numbers, because the
-    size times any other factor would have to be rounded; others raise NotSymbolic.
-    """
+    """Return a function for an interpolation op with symbolic sizes, which calls its kernel; `NotSymbolic` for a
+    factor that is not whole."""
     kernel = getattr(ATEN, op._opname).default
 
     def resizing(
@@ -212,11 +193,9 @@ def _resizing_of(op: OpOverload) -> Callable[..., Any]:
 
 @contextmanager
 def native_kernels(open_sizes: bool = False) -> Iterator[None]:
-    """Make a trace inside the block record the ops that eager mode runs, where PyTorch would decompose or replace them
-    only under tracing.
+    """Make a trace inside the block record the ops that eager mode runs.
 
-    ``open_sizes``: whether the sizes of the traced batch are symbols. Interpolations are then traced through Python
-    code, because their C++ code refuses symbolic sizes.
+    ``open_sizes``: whether sizes are symbols, which interpolations in C++ refuse, so that Python code runs them.
     """
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad, matmul = ATEN._pad_packed_sequence.default, ATEN.matmul.default
@@ -250,10 +229,8 @@ def native_kernels(open_sizes: bool = False) -> Iterator[None]:
 
 @contextmanager
 def with_kernels(kernels: _Kernels) -> Iterator[None]:
-    """Replace Python kernels of ops inside the block, and restore the previous ones at its end.
-
-    ``kernels``: for each pair of an op and a dispatch key, the new kernel; None removes the present one.
-    """
+    """Replace Python kernels of ops, by op and dispatch key, inside the block; None removes one. Previous ones are
+    restored."""
     before: _Kernels = {(op, key): op.py_kernels.get(key) for op, key in kernels}
     _put(kernels)
     try:

@@ -1,12 +1,7 @@
-"""Fake tensors (without data) that have the strides, types and storages of the kernels' real results.
+"""Fake tensors with the strides, types and storages of the kernels' real results.
 
-For some ops PyTorch's fakes have other strides than the kernel's results if arguments are permuted or channels-last.
-The tracer uses strides to choose between a view and a copy. With wrong strides a step could fail when it runs, or sum
-in another order than eager mode.
-
-The fake of a kernel may return one tensor twice where the kernel returns two (the gradients of an LSTM's biases).
-PyTorch's cache of fakes forgets that, so the first capture would have another graph than later ones, and its plan would
-count one tensor too few.
+PyTorch's fakes may have other strides for permuted arguments, by which a tracer chooses views. Some return one
+tensor twice where kernels return two, which PyTorch's cache of fakes forgets.
 """
 
 from __future__ import annotations
@@ -161,8 +156,7 @@ def distrust(ops: Collection[Any]) -> None:
 def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
     """Return whether an op's fakes may have other strides than the kernel's results.
 
-    ``plain``: whether all arguments have the strides of new contiguous tensors. ``ones``: whether a result has a size
-    of 1, whose stride is arbitrary.
+    ``plain``: all arguments are contiguous. ``ones``: a result has a size of 1, with an arbitrary stride.
     """
     if op in DISTRUSTED or plain:
         return op in DISTRUSTED
@@ -174,15 +168,10 @@ def _is_pointwise(op: Any) -> bool:
 
 
 class TrueLayouts(FakeTensorMode):
-    """A fake mode whose results have the strides and types that the kernels' real results have.
+    """A fake mode whose results have the kernels' strides and types, found by running doubtful ops on real tensors.
 
-    For some ops it gets them by running the op once on real tensors, filled with a constant. These are the ops whose
-    fakes may have wrong strides (`is_unsure`), the ops whose fakes have wrong types for arguments
-    of several types (`NORMS`), and the ops that fail on fakes (`REFUSED`).
-
-    ``symbols``: the symbols of the batch's sizes; None if all sizes are fixed. With symbols, an op runs with the sizes
-    of the traced batch, and its results only determine the order of the dimensions in memory; `check_layouts` checks
-    the strides for other sizes.
+    With ``symbols``, an op runs at the traced sizes and decides the order of dimensions; `check_layouts` checks
+    others.
     """
 
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
@@ -279,11 +268,8 @@ def _as_given(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
-    """Run an op on real tensors of the shapes, strides and types of its arguments, filled with a constant, and return
-    its result.
-
-    ``now``: replaces symbolic sizes, in nested shapes and strides, by integers.
-    """
+    """Run an op on real tensors like its arguments, filled with a constant, and return its result. ``now``: makes
+    sizes integers."""
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
         args, kwargs = pytree.tree_map_only(
@@ -332,11 +318,8 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check_layouts(step: CapturedStep) -> None:
-    """Check the strides in a step whose shapes were computed from a capture at other sizes.
-
-    Ops whose fakes may have wrong strides (`is_unsure`) are run on real tensors, and the
-    strides of the results are compared with those in the step.
-    """
+    """Check, by running doubtful ops, the strides in a step whose shapes come from a capture at other sizes; else
+    `NotSymbolic`."""
     for call in step.calls:
         fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
         results = [step.values[name].fake for name in call.results if name]
@@ -385,11 +368,8 @@ UNNAMEABLE = getattr(ATEN.random_, "from")
 def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return a new tensor with the shape, strides and type of ``like``, filled with random numbers by an in-place ATen
-    op.
-
-    ``op``: the op's name and overload, such as ``normal_.default``. ``tensors``, ``numbers``: the op's other arguments.
-    """
+    """Return a new tensor like ``like`` with random numbers from the in-place ATen op ``op``, such as
+    ``normal_.default``."""
     drawn: torch.Tensor = _op(op)(_real(like), *tensors, *numbers)
     return drawn
 
@@ -398,15 +378,11 @@ _drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
 
 
 class InPlaceLayouts(TorchDispatchMode):
-    """Makes a trace keep, inside the block, the strides of tensors that are changed in place or filled with random
-    numbers, as eager mode does.
+    """Makes a trace keep, inside the block, the strides of tensors that are changed in place or drawn, as eager mode
+    does.
 
-    A tracer replaces a changed tensor by a new, dense one. A non-contiguous part of a larger tensor (a gate of a
-    recurrent cell) would then be dense, and its sigmoid would have other last bits. Random numbers are drawn in memory
-    order, so they too depend on the strides.
-
-    It raises a ModelError if the forward writes into a constant, or into windows of a tensor (``unfold``) that overlap
-    or leave elements out.
+    Raises `ModelError` if the forward writes into a constant, or into windows (``unfold``) that overlap or leave
+    gaps.
     """
 
     supports_higher_order_operators = True  # they are not changed
@@ -451,11 +427,7 @@ def _is_constant(tensor: Any) -> bool:
 
 
 def _writable(made: torch.Tensor) -> torch.Tensor:
-    """Return ``made``, the result of an op, in a form that the forward may write to.
-
-    A tracer would record it as a constant if it was computed from constants only, and writes into constants are
-    refused.
-    """
+    """Return an op's result in a form that the forward may write to: a tracer refuses writes into constants."""
     return FunctionalTensor.to_functional(made) if _is_constant(made) else made
 
 
@@ -470,21 +442,17 @@ def _is_view(func: Any) -> bool:
 
 
 def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a call is an ``unfold`` whose windows overlap or leave elements of the tensor out.
-
-    A tracer would misread a write into such windows: it takes the written numbers for the content of the whole tensor.
-    """
+    """Return whether a call is an ``unfold`` whose windows overlap or leave elements out."""
     if func is not ATEN.unfold.default:
         return False
     x, dim, size, step = args
+    # A tracer takes what is written into the windows for the content of the whole tensor.
     return bool(size != step or x.dim() == 0 or x.shape[dim] % size)
 
 
 def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
-    """Overwrite a tensor of a trace with random numbers, in its present strides, and return it.
-
-    ``func``: the in-place op that draws. ``written``: the tensor. ``args``: the op's other arguments.
-    """
+    """Overwrite a traced tensor with random numbers, in its present strides, by the in-place op ``func``, and return
+    it."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     numbers = [a for a in args if not isinstance(a, torch.Tensor)]
     name = f"{func._opname}.{func._overloadname}"
@@ -496,14 +464,10 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
 
 
 def _restore_strides(written: FunctionalTensor) -> None:
-    """Give a tensor that is about to be changed in place the strides that it has in eager mode.
-
-    The tracer may have replaced the content of ``written`` by a new tensor. If the new one has other strides than
-    ``written``, and the last bits of results may depend on them, it is replaced by a copy with the strides of
-    ``written``.
-    """
+    """Give a tensor that is about to be changed in place eager mode's strides, if the last bits may depend on them."""
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
+    # The tracer has replaced the content by a new tensor of other strides.
     if now.stride() != written.stride() and not _in_whole_runs(written):
         laid = torch.ops.rematplan.laid.default(written, written.stride())
         functionalize_replace(written.elem, from_functional_tensor(laid.elem))
@@ -514,11 +478,7 @@ def _writes_first(func: Any) -> bool:
 
 
 def _in_whole_runs(tensor: torch.Tensor) -> bool:
-    """Return whether elementwise kernels have the same results for a tensor and for a dense copy of it.
-
-    This is so under two conditions. Each row is contiguous and a multiple of `RUN` elements long, because kernels
-    process the rest of a row by other code. The tensor has fewer than `GRAIN` elements, so that one thread processes
-    it.
-    """
+    """Return whether elementwise kernels have the same results for a tensor and a dense copy of it."""
+    # Kernels process the rest of a row after whole runs by other code, and a large tensor by several threads.
     run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
     return run % RUN == 0 and tensor.numel() < GRAIN

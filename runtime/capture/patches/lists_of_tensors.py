@@ -17,8 +17,7 @@ LISTING = ("tensor", "as_tensor")
 
 @contextmanager
 def lists_of_tensors_stacked() -> Iterator[None]:
-    """Let `torch.tensor` and `torch.as_tensor` stack the 0-d tensors in a list, inside the block and in this thread.
-    They read the tensors' memory, which a tracer's tensors do not have."""
+    """Let `torch.tensor` and `torch.as_tensor` stack 0-d tensors in a list, inside the block and in this thread."""
     thread = get_ident()  # all threads see the replaced functions
 
     def stacking(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +27,7 @@ def lists_of_tensors_stacked() -> Iterator[None]:
                 options["requires_grad"] = True
             if get_ident() != thread or args or not _lists_tensors(data):
                 return own(data, *args, **options)
+            # They would read the tensors' memory, which a tracer's tensors do not have.
             return _stacked(data, **options)
 
         return made

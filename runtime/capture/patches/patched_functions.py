@@ -1,8 +1,6 @@
-"""A table of all changes that rematplan makes in PyTorch, nearly all during a capture, for the whole process or for one
-thread.
+"""A table of all changes that rematplan makes in PyTorch, nearly all during a capture. Every new patch gets a row.
 
-Every new patch gets a row here. tests/runtime/capture/test_patches.py captures a model and checks that everything that
-the rows name is the same before and after.
+tests/runtime/capture/test_patches.py checks that what the rows name is the same before and after.
 """
 
 from __future__ import annotations
@@ -27,19 +25,20 @@ RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 @dataclass(frozen=True)
 class Patch:
-    """A change that capture makes in PyTorch while it runs.
-
-    ``what``: the names in PyTorch that are changed; ``*`` matches any text. ``why``: what would go wrong without the
-    change. ``where``: the module that makes the change. ``versions``: the versions of PyTorch that need it.
-    ``threads``: which threads it affects. ``undone``: when it ends.
-    """
+    """A change that capture makes in PyTorch while it runs."""
 
     what: tuple[str, ...]
+    """The names in PyTorch that are changed; ``*`` matches any text."""
     why: str
+    """What would go wrong without the change."""
     where: str
+    """The module that makes the change."""
     versions: str = TORCH
+    """The versions of PyTorch that need it."""
     threads: str = _OWN
+    """Which threads it affects."""
     undone: str = _BLOCK
+    """When it ends."""
 
 
 PATCHES = (

@@ -1,5 +1,5 @@
-"""Refuse hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`): a planned step saves other tensors than
-eager mode, and without hooks, so hooks that change what is saved would not change its gradients."""
+"""Refuse hooks on saved tensors: a planned step saves others, without hooks, so that hooks would not change its
+gradients."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ ON_CPU = "torch.autograd.graph.save_on_cpu."
 
 @contextmanager
 def no_saved_tensors_hooks(name: str) -> Iterator[None]:
-    """Refuse, inside the block and in this thread, hooks on saved tensors. Warn after the block if it used
-    `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
-
-    ``name``: the module's name, for the message.
-    """
+    """Refuse, inside the block and in this thread, hooks on saved tensors; warn of `save_on_cpu`, which does not
+    change gradients."""
     thread = get_ident()  # all threads see the replaced function
     push = getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
     ignored = False
@@ -47,11 +44,7 @@ def no_saved_tensors_hooks(name: str) -> Iterator[None]:
 
 
 def check_saved_tensors_hooks(name: str) -> None:
-    """Refuse the call of a planned module among hooks on saved tensors, except those of a checkpoint. Warn if they are
-    those of `torch.autograd.graph.save_on_cpu`, which has no effect on gradients.
-
-    ``name``: the module's name, for the message.
-    """
+    """Refuse a planned module's call inside hooks on saved tensors, except a checkpoint's; warn of `save_on_cpu`."""
     hooks = top_saved_tensors_hooks(False)
     if hooks and _is_ignored(hooks[0], f"{name} is called inside"):
         _warn_of_ignored(f"{name} is called inside")

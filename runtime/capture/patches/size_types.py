@@ -1,5 +1,5 @@
-"""What a model learns of a size's type in a capture with open sizes: ``isinstance`` answers as for a plain number,
-``len`` of a tensor stays a symbolic size, and code that compares ``type(...)`` is refused."""
+"""What a model learns of a symbolic size's type: ``isinstance`` and ``len`` as of a number, but comparing
+``type(...)`` is refused."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _OPERANDS = ("LOAD_", "BUILD_", "PRECALL", "CALL", "PUSH_NULL")
 
 @contextmanager
 def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
-    """Inside the block, ``isinstance`` of a symbolic size answers as for the plain number, if this thread calls it in
-    a Python module of the model's packages or outside of installed packages, and ``len`` of a tensor returns its first
-    size, a symbol or not. (Such a Python module gets global variables ``isinstance`` and ``len``; one that has such a
-    variable is left as it is.)
+    """Inside the block, let ``isinstance`` answer for a symbolic size as for a number, and ``len`` of a tensor
+    return a symbol.
+
+    This holds in this thread and the model's packages, by global variables. Raises `NotSymbolic` if code compares
+    types.
     """
     modules, tracing = tuple(model.modules()), get_ident()
     own = packages_of(modules)
@@ -65,8 +66,8 @@ def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
 
 
 def _functions(modules: Sequence[nn.Module], own: Collection[str]) -> Iterator[FunctionType]:
-    """Yield the functions that the modules' forwards may call, without library code: those in the modules' attributes
-    and closures, and the methods and global functions that the code names."""
+    """Yield the functions that the modules' forwards may call, without library code: in attributes and closures, or
+    named by code."""
     kinds = [vars(kind) for kind in dict.fromkeys(k for module in modules for k in type(module).__mro__)]
     waiting = [held[name] for held in kinds for name in ("forward", "__call__") if name in held]
     waiting += [value for module in modules for value in tuple(vars(module).values())]

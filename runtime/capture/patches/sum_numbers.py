@@ -1,9 +1,7 @@
 """Number sums of gradients in a traced backward like the forward op whose gradient they add.
 
-PyTorch gives each traced node the sequence number of an autograd node. A node of the backward has the number of the
-forward op of which it is the backward. If several ops read a tensor, autograd adds the gradient from each of them to
-the sum of those before, directly after the backward of the op. PyTorch gives these additions no number, since it resets
-the number when the backward of an op ends. Here, the number stays until the backward of the next op begins.
+If several ops read a tensor, autograd adds each gradient directly after the op's backward, but PyTorch resets the
+number then. Here it stays until the next op's backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Give the gradients of outputs the strides of the outputs in a capture with open sizes, as a capture of fixed sizes
-does.
+"""Give gradients of outputs the outputs' strides in a capture with symbolic sizes, where PyTorch assumes contiguous
+ones.
 
-PyTorch assumes contiguous gradients where sizes are symbols. The backward of an output that is not contiguous (features
-that a convolution transposed, a recurrent layer with the batch first) would then make other calls.
+The backward of a permuted output would make other calls.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from rematplan.runtime.graph.compat import MemoryFormatMeta
 
 @contextmanager
 def tangents_strided_as_outputs() -> Iterator[None]:
-    """Inside the block, trace the gradient of an output of symbolic sizes with the strides of the output. Outputs in
-    which several elements share memory, and traces of other threads, are not changed."""
+    """Inside the block and in this thread, trace an output's gradient with its strides, if sizes are symbolic and no
+    elements overlap."""
     tracing, original = get_ident(), MemoryFormatMeta.from_tensor
 
     def from_tensor(t: torch.Tensor, *options: Any, **named: Any) -> Any:

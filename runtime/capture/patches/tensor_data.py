@@ -18,10 +18,10 @@ DATA: Any = torch.Tensor.data
 
 @contextmanager
 def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Turn assignments to ``.data`` of the tensors in ``tensors`` into in-place writes, inside the block and in this
-    thread, so that a tracer sees them.
+    """Turn assignments to ``.data`` of parameters, buffers and inputs into in-place writes, inside the block and in
+    this thread.
 
-    ``tensors``: the parameters, buffers and inputs of a forward.
+    Raises `ModelError` for another shape, type or owner, or a computed tensor.
     """
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}

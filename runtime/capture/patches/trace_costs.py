@@ -12,8 +12,8 @@ from torch.fx.experimental import proxy_tensor
 
 @contextmanager
 def only_what_is_read() -> Iterator[None]:
-    """Inside the block, Python does not search for cycles of objects, and tracers do not describe the tensors of their
-    graphs a second time (as ``tensor_meta``, next to ``val``)."""
+    """Inside the block, Python does not search for cycles, and tracers do not describe tensors twice
+    (``tensor_meta``)."""
     with no_collection(), patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
         yield
 
