@@ -8,15 +8,8 @@ from typing import TypeAlias
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from rematplan.runtime.graph.compat import (
-    FakeTensorMode,
-    TracingContext,
-    compile_fx_inner,
-    inductor_config,
-    make_fx,
-    select_decomp_table,
-    tracing,
-)
+from rematplan.runtime.graph import compat
+from rematplan.runtime.graph.compat import FakeTensorMode, TracingContext, inductor_config, make_fx, tracing
 
 Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """A compiled region: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -44,13 +37,13 @@ def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one
         fakes = [_like(t) for t in inputs]
-        graph = make_fx(ops, decomposition_table=select_decomp_table())(*fakes)
+        graph = make_fx(ops, decomposition_table=compat.select_decomp_table())(*fakes)
     output = graph.graph.find_nodes(op="output")[0]
     results = [node.meta["val"] for node in output.args[0]]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     output.meta["original_output_strides"] = [t.stride() for t in results]
     with torch.no_grad(), tracing(TracingContext(mode)), inductor_config.patch(settings):
-        made = compile_fx_inner(graph, fakes)
+        made = compat.compile_fx_inner(graph, fakes)
     run: Compiled = getattr(made, "current_callable", None) or made
     return run
 
