@@ -67,7 +67,7 @@ class RematplanBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **_: Any) -> OnnxModelRep:
-        """Return the model, ready to run on ``device``: ``CPU`` or ``CUDA``."""
+        """Return the model, ready to run on ``CPU`` or ``CUDA``; `Refused` if it cannot."""
         kind = "cuda" if Device(device).type == DeviceType.CUDA else "cpu"
         try:
             return OnnxModelRep(model, torch.device(kind))

@@ -309,9 +309,8 @@ def asked_of(
     split: object = UNSPLIT,
     **others: Any,
 ) -> ModuleOptions:
-    """Return the keywords of `plan_module` for a model as one object. ``args``, ``kwargs``: of a first call,
-    if known.
-    """
+    """Return the keywords of `plan_module` for a model as one object; `UsageError` if one is unknown or they exclude
+    each other."""
     known = {one.name for one in fields(PlanOptions)}
     if unknown := sorted(others.keys() - known):
         raise UsageError(

@@ -157,7 +157,8 @@ class InPlace(HasRunner):
 
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on these arguments: by its plan in training mode with gradients, otherwise as it is."""
+        """Run the module by its plan in training mode with gradients, otherwise as it is; `UsageError` for a shallow
+        copy."""
         if _called(sys._getframe(1)) not in (None, self.model):
             raise UsageError(
                 f"a shallow copy of a {type(self.model).__name__} that is planned in place was called (copy.copy, "
@@ -188,7 +189,7 @@ class InPlace(HasRunner):
         return self._in_parts(original, args, kwargs)
 
     def _plan_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan the whole model."""
+        """Plan the whole model, and say so in one line."""
         runner = self._rematplan
         runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
@@ -242,7 +243,7 @@ class InPlace(HasRunner):
         return parts(original, args, kwargs)
 
     def _say(self, peak: int, budget: int, overhead: float, more: str) -> None:
-        """Print one line about the first plan, in the first process of several."""
+        """Print one line about the first plan on standard error, except in processes other than the first."""
         if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
             return
         uncounted = "what is outside of the model"

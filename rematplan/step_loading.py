@@ -204,7 +204,7 @@ def load_model(
 
 
 def _device(name: str) -> torch.device:
-    """Return the torch device called ``name``."""
+    """Return the torch device called ``name``; `UsageError` if there is none here."""
     try:
         device = torch.device(name)
     except RuntimeError:

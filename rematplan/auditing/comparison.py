@@ -162,7 +162,7 @@ def _notes_of_noise(noise: StepDifferences) -> list[str]:
 def _without_rounding(
     step: Step, other: Step, path: Path, steps: Sequence[StepDifferences], seen: Watched | None
 ) -> tuple[list[StepDifferences], list[str]]:
-    """Leave out what differs by rounding errors only, and return a note on that."""
+    """Leave out what differs by rounding only, in float64 if the step runs there, and return a note on that."""
     tensors = [d for found in steps for d in found.tensors]
     if not tensors or (seen is not None and seen.autocast_differs):
         return list(steps), []
@@ -204,7 +204,8 @@ def _rounding_of(step: Step) -> float:
 def _against(
     step: Step, plain: Callable[..., Any], own: Sequence[Results]
 ) -> tuple[StepDifferences, list[str]]:
-    """Compare loss and gradients with those of another implementation."""
+    """Compare loss and gradients with another implementation's, and return the first difference and notes;
+    `UsageError` if it does not run."""
     if isinstance(plain, nn.Module):
         _check_same_parameters(step.model, plain)
     other = step.of(plain)

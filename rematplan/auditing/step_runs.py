@@ -53,7 +53,7 @@ class Step:
         return replace(self, called=called)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Run the forward and the backward, and return the loss, detached."""
+        """Run forward and backward, and return the loss, detached; `UsageError` unless it is one number that trains."""
         with torch.enable_grad():
             loss = self.loss(self.called(*args, **kwargs))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -83,7 +83,7 @@ class Results:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the loss that an output has or is, otherwise the sum of its elements with weights that differ."""
+    """Return the loss that an output has or is, else a weighted sum of its elements; `UsageError` if none trains."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

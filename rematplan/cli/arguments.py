@@ -26,14 +26,14 @@ LARGEST = 2**31 - 1
 
 
 def positive(text: str) -> int:
-    """Read a whole number from 1 to `LARGEST` (2³¹ − 1), both included."""
+    """Read a whole number from 1 to `LARGEST` (2³¹ − 1), or raise `ArgumentTypeError`."""
     if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {LARGEST}")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """Read a finite number above zero."""
+    """Read a finite number above zero, or raise `ArgumentTypeError`."""
     try:
         number = float(text)
     except ValueError:
@@ -54,7 +54,7 @@ def splits(text: str) -> str | tuple[str, int]:
 
 
 def dimension(text: str) -> tuple[str, int]:
-    """Read the name and the size of a dimension: ``batch=8`` becomes ``("batch", 8)``."""
+    """Read ``batch=8`` as ``("batch", 8)``, or raise `ArgumentTypeError`."""
     name, equals, size = text.rpartition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not of the form NAME=SIZE, such as batch=8")
@@ -81,7 +81,7 @@ def dimension_or_range(text: str) -> tuple[str, int | range]:
 
 
 def dimensions(pairs: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return a dict from the names of dimensions to their sizes, for pairs of a name and a size."""
+    """Return dimensions' sizes by name; `UsageError` if one has two sizes."""
     bound: dict[str, int] = {}
     for name, size in pairs:
         if bound.setdefault(name, size) != size:
@@ -152,7 +152,7 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def strategy_option(text: str) -> tuple[str, str]:
-    """Read an option of a strategy: ``gap=0.01`` becomes ``("gap", "0.01")``."""
+    """Read ``gap=0.01`` as ``("gap", "0.01")``, with underscores for hyphens, or raise `ArgumentTypeError`."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(
@@ -210,7 +210,7 @@ def one_strategy(args: argparse.Namespace) -> Strategy:
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Return strategies (planning algorithms) by name. Each gets those of the options that it has."""
+    """Return strategies by name, each with those of the options that it has; `UsageError` if none of them has one."""
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
     for name in names:
@@ -225,7 +225,7 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check the paths of output files before any work is done. Paths that are None are ignored."""
+    """Raise `UsageError` for output files that are folders, in none, or the same. Paths that are None are ignored."""
     stated = [p for p in paths if p is not None]
     for path in stated:
         if path.is_dir():

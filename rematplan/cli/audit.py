@@ -51,7 +51,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _given(name: str, function: Any) -> dict[str, Any]:
-    """Call the user's function, and return what it returns as arguments of `rematplan.audit`."""
+    """Return what the user's function returns as arguments of `rematplan.audit`; `UsageError` if it fails or returns
+    anything else."""
     from torch import Tensor, nn
 
     try:
@@ -76,7 +77,8 @@ def _given(name: str, function: Any) -> dict[str, Any]:
 def _forward_as_stated(
     given: dict[str, Any], dtype: str | None, device: str | None
 ) -> AbstractContextManager[object]:
-    """Convert the model and its inputs, in ``given``, and return the context of the forward."""
+    """Convert the model and its inputs in ``given``, in place, to a type and device, and return the context of the
+    forward."""
     import torch
 
     from rematplan.runtime.graph.compat import pytree

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def trace(
     source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
 ) -> TradeOff:
-    """Return the trade-off curves of all strategies for a problem."""
+    """Return the trade-off curves of the strategies that have one for a problem; `UsageError` if none has."""
     base = no_recompute(source.graph)
     whole = whole_bytes(source.graph)
     amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]

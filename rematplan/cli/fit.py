@@ -97,7 +97,7 @@ def _about(lengths: Lengths, counted: str, found: Fit) -> Iterator[str]:
 
 
 def share(text: str) -> float:
-    """Read a share of the step's time: ``20%`` or ``0.2``."""
+    """Read a share of the step's time, ``20%`` or ``0.2``, or raise `ArgumentTypeError`."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?(%?)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share, such as 20%")

@@ -163,7 +163,8 @@ class _ByName(nn.Module):
 
 
 def _positional(model: nn.Module, given: Any) -> tuple[nn.Module, list[torch.Tensor]]:
-    """Return a model and its inputs by position, for inputs as a tensor, a sequence, or a mapping of names."""
+    """Return a model and its inputs by position, from a tensor, a sequence or a mapping of tensors; else
+    `UsageError`."""
     if isinstance(given, torch.Tensor):
         return model, [given]
     tensors = list(given.values() if isinstance(given, Mapping) else given)

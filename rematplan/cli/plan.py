@@ -195,7 +195,8 @@ def _rewrites(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def _splits(args: argparse.Namespace) -> object:
-    """Return what ``--split`` states, in the form that `plan_module` takes."""
+    """Return what ``--split`` states in the form that `plan_module` takes; `UsageError` for a mixture of modules and
+    words."""
     stated = getattr(args, "split", [])
     named = [one for one in stated if not isinstance(one, str)]
     if len(named) < len(stated) and len(stated) > 1:

@@ -191,7 +191,7 @@ def sizes_and_dims(args: argparse.Namespace) -> tuple[Mapping[str, int], Mapping
 
 
 def zoo_sizes(name: str, stated: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sizes that ``--dim`` states for a network of the zoo."""
+    """Return the sizes that ``--dim`` states for a network of the zoo; `UsageError` for an unknown one."""
     if unknown := [one for one in stated if one not in SIZES]:
         raise UsageError(f"--dim {unknown[0]}: {name} has no such size; known: {', '.join(SIZES)}")
     return stated

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return the problem and the plan: those of a plan file alone, or of a model with a plan file or a budget."""
+    """Return the problem and the plan of a plan file alone, or of a model with either a plan file or a budget; else
+    `UsageError`."""
     if is_problem(args) and (found := load_plan_with_problem(args.model)):
         if args.budget is not None or args.plan is not None:
             raise UsageError(f"{args.model} is a plan; state neither --budget nor --plan")

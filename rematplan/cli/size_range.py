@@ -32,9 +32,8 @@ COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_per
 
 
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
-    """Return the name of the dimension for which ``--dim`` states a range of sizes, and the range. None if no range is
-    stated.
-    """
+    """Return the dimension with a range of sizes in ``--dim``, and the range, or None; `UsageError` if there are
+    two."""
     found = [(name, sizes) for name, sizes in args.dim or () if isinstance(sizes, range)]
     if len(found) > 1:
         raise UsageError(f"--dim {found[1][0]}: one dimension may have a range, and {found[0][0]} has one")
@@ -42,9 +41,8 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan plan`` for a range of sizes: plan all sizes, show them in a table, and return the exit
-    status 0.
-    """
+    """Run ``rematplan plan`` for a range: plan all sizes, show a table, and return 0; `UnfitSizes` if some have no
+    plan."""
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
             raise UsageError(f"{option}: a file is for one size; plan one size of the range for it")

@@ -12,7 +12,7 @@ from rematplan.ir import UsageError, first_line
 
 
 def user_function(name: str) -> Callable[..., Any]:
-    """Return the function ``package.module:function``. Modules in the present folder are found, too."""
+    """Return the function ``package.module:function``, also of the present folder; `UsageError` if there is none."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"{name!r} is not of the form package.module:function")

@@ -79,7 +79,7 @@ class RematplanCallback(Callback):  # type: ignore[misc]
 
 
 def _only_network(model: nn.Module) -> nn.Module:
-    """Return the only direct submodule with trainable parameters."""
+    """Return the only direct submodule with trainable parameters; `UsageError` if there is none or several."""
     trained = {
         name: child
         for name, child in model.named_children()

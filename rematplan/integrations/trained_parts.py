@@ -24,7 +24,7 @@ def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
 
 
 def part_of(model: nn.Module, module: str | None) -> nn.Module:
-    """Return the submodule of a model with this name; the model itself if the name is None."""
+    """Return the submodule of a model with this name, the model for None; `UsageError` if there is none."""
     try:
         return model.get_submodule(module or "")
     except AttributeError:

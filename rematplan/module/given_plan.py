@@ -36,7 +36,7 @@ class GivenPlan(Planner):
         return False
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Return the plan."""
+        """Return the plan; `ModelError` if the step runs other ops than it was made for."""
         del first, progress
         if ops_of(step) != self.calls:
             raise ModelError(

@@ -46,9 +46,8 @@ IN_PLACE = "_rematplan_in_place"
 
 
 def with_runner(module: nn.Module) -> HasRunner:
-    """Return the planned module that ``module`` is or wraps (as DDP and PEFT do), or the object that plans it
-    in place.
-    """
+    """Return the planned module that ``module`` is or wraps, or what plans it in place; `UsageError` if none or
+    several are inside."""
     if isinstance(module, HasRunner):
         return module
     parts = {

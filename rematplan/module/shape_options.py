@@ -68,7 +68,8 @@ class ShapeOptions:
     def of(
         cls, stated: DynamicShapes, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ShapeOptions:
-        """Return the options that a user stated in the form of `torch.export`, with the arguments of a first call."""
+        """Return the options stated in the form of `torch.export`, with a first call's arguments; `UsageError` if
+        malformed."""
         if stated is None or isinstance(stated, bool):
             return cls(dynamic=stated is not False)
         if not isinstance(stated, (Mapping, tuple, list)):
@@ -88,7 +89,8 @@ class ShapeOptions:
         )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the tensors of a call have sizes in their ranges, and equal ones where they have one axis."""
+        """Raise `UsageError` unless the sizes of a call's tensors are in their ranges, and equal where they have one
+        axis."""
         found: dict[Axis, tuple[int, str]] = {}
         for name, tensor in self._tensors(model, args, kwargs).items():
             for dim, size in self.ranges[name].items():
@@ -167,7 +169,8 @@ class ShapeOptions:
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors among a call's arguments that have ranges, by name. Absent ones and None are left out."""
+        """Return a call's tensors that have ranges, by name, without absent ones and None; `UsageError` for other
+        arguments."""
         if not self.ranges:
             return {}
         arguments, known = _arguments(model, args, kwargs), _parameters(model)
@@ -196,7 +199,7 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]:
-    """Yield the dimensions of an argument whose sizes are stated, with these."""
+    """Yield the dimensions of an argument whose sizes are stated, with these; `UsageError` if malformed."""
     if dims is None:
         return
     if not isinstance(dims, (Mapping, Sequence)) or isinstance(dims, str):
@@ -217,7 +220,7 @@ def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]
 
 
 def _size(place: str, stated: Any) -> Size | None:
-    """Return the size of a dimension that a user stated; None if it may have any size."""
+    """Return the size of a dimension that a user stated; None if it may have any, `UsageError` if malformed."""
     if stated is None or stated in (Dim.AUTO, Dim.DYNAMIC, Dim.STATIC):
         return None
     if isinstance(stated, int):

@@ -229,7 +229,8 @@ class OpenShapes:
         )
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
-        """Compare a new capture with symbolic sizes with the known shapes, which were captured separately."""
+        """Compare a new symbolic capture with known shapes. Return whether it serves one, and the capture with its
+        names; `NotSymbolic` if calls differ."""
         served = False
         for batch, known in self.known:
             outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes

@@ -62,7 +62,8 @@ class PlannedPart:
         return step.calls == self.step.calls and step.storage_bytes == self.step.storage_bytes
 
     def plan(self, step: CapturedStep) -> StepPlan:
-        """Return a plan of a step of the part that keeps no more than this plan, if there is one."""
+        """Return a plan of a part's step that keeps no more than the present one; if there is none, warn, and keep
+        least."""
         if self.is_of(step):
             return replace(self.made, step=self.planner.with_inverses(step))
         form, problem = part_problem(step, self.planner, self.figures.stage)
@@ -293,7 +294,7 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankA
 def _searching(
     stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None
 ) -> RankSearch:
-    """Return the search for the parts' plans within the budget."""
+    """Return the search for the parts' plans within the budget; `UsageError` for a share of activations."""
 
     seconds = min(asked.time_limit, FIRST) if asked.refine else asked.time_limit
 

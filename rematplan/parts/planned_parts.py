@@ -100,8 +100,8 @@ class PlannedParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module. ``runner``: has its plans; None if it has none. ``began``: is called if it runs with
-        gradients."""
+        """Run a module by ``runner``, its plans, if any. With gradients, call ``began``; a part that fails runs
+        without a plan, unless stated."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         began()
@@ -123,7 +123,7 @@ class PlannedParts:
         return [name for name in self.parts if name not in known and not inside(name, called)]
 
     def _learn(self, ran: Counter[str]) -> None:
-        """Expect in later steps what has run now and was not expected. ``ran``: how often each part has run."""
+        """Expect, with a warning, what ran more often than in the rehearsal. ``ran``: how often each part has run."""
         assert self.last
         rehearsed = self.last.plan.rehearsed
         expected = Counter(name for name, _ in rehearsed.calls)

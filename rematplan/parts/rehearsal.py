@@ -244,7 +244,8 @@ class Rehearsal:
         self._events.append(Event(kind, call, self._live.peak_since(), self._live.live))
 
     def _mixed(self, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
-        """Return the names for `Rehearsed.mixed`."""
+        """Return the parts, for `Rehearsed.mixed`, with an input or weight that they use several times and that is
+        used elsewhere, too."""
         todo = [one.grad_fn for one in outputs]
         seen, uses = set(todo), Counter[Any]()
         while todo:
@@ -293,7 +294,7 @@ class Rehearsal:
         return None
 
     def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
-        """Run the backward, and return whether that was possible."""
+        """Run the backward, and return whether that was possible; an error of a user's op is none."""
         every = (*self.model.parameters(), *arguments, *self._anchors)
         leaves = [one for one in every if one.requires_grad and one.is_leaf]
         tangents = [torch.ones_like(one) for one in outputs]
@@ -305,7 +306,7 @@ class Rehearsal:
         return True
 
     def _part(self, name: str, original: Original, *args: Any, **kwargs: Any) -> Any:
-        """Run a module that may be planned."""
+        """Run a module that may be planned, with a placeholder in the graph if it can be and gradients are enabled."""
         if not torch.is_grad_enabled() or LOCK.is_mine:  # inside of a part, or captured
             return original.forward(*args, **kwargs)
         group = self._group(name, original, args, kwargs)
@@ -318,7 +319,8 @@ class Rehearsal:
     def _group(
         self, name: str, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> EqualParts | None:
-        """Return the parts that are equal to a module in this call; None if it is not planned."""
+        """Return the parts that are equal to a module in this call, or None if it is not planned; `ModelError` if a
+        stated one cannot be."""
         with disable_current_modes(), self._patches.away(), LOCK.alone(), torch.enable_grad():
             leaves, spec = flattened_call(args, kwargs)
             state = guards.ModuleTree(original.model).state(original.model)

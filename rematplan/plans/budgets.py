@@ -147,7 +147,8 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read the memory of a loss from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size."""
+    """Read a loss's memory from text, bytes such as ``1GiB`` or ``3x`` for three tensors of the outputs' size; else
+    `UsageError`."""
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))

@@ -55,9 +55,8 @@ class Reserved:
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """Return a `Reserved` for the user's list of items. An object that is listed twice counts once; equal
-        numbers of bytes are added.
-        """
+        """Return a `Reserved` of a user's list, each object once; equal numbers of bytes are added. `UsageError` if
+        it is no list."""
         if isinstance(items, (str, nn.Module)) or not isinstance(items, Iterable):
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
         kept: list[object] = []
@@ -169,7 +168,8 @@ def _said(item: Any, name: str) -> int:
 
 
 def _bytes(stated: str | Integral) -> int:
-    """Convert a number or text such as ``1GiB`` to a number of bytes; 0 for `GRADIENTS`, which the plan counts."""
+    """Return a number or text such as ``1GiB`` as bytes, 0 for `GRADIENTS`, which the plan counts; else
+    `UsageError`."""
     if stated == GRADIENTS:
         return 0
     with suppress(UsageError):

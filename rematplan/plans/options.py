@@ -209,7 +209,7 @@ EXCLUDED = (
 
 
 def stated_strategy(stated: str | Strategy) -> Strategy:
-    """Return the strategy that a user stated by its name or as an object."""
+    """Return the strategy that a user stated by its name or as an object; `UsageError` for anything else."""
     if isinstance(stated, str):
         return strategy(stated)
     if not isinstance(stated, Strategy):
@@ -221,7 +221,8 @@ def stated_strategy(stated: str | Strategy) -> Strategy:
 
 
 def stated_splits(stated: object) -> Splits:
-    """Return what a user wants to be split: ``off``, ``auto``, or a mapping from modules' names to numbers of parts."""
+    """Return what a user wants to be split: ``off``, ``auto``, or pairs of a module's name and a number of parts;
+    else `UsageError`."""
     pairs = tuple(stated.items()) if isinstance(stated, Mapping) else stated
     if stated in (UNSPLIT, AUTO_SPLIT) or (isinstance(pairs, tuple) and pairs and all(map(_is_pair, pairs))):
         return pairs  # type: ignore[return-value]

@@ -32,9 +32,8 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """Plan a step twice, with and without inverses that round, and return the better plan with the problem that it
-    belongs to.
-    """
+    """Plan a step with and without inverses that round. Return the better plan's problem and plan;
+    `InfeasibleBudget` if none fits."""
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)
     store = PlanStore() if store is None else store

@@ -100,7 +100,8 @@ class Planner(StepProblems):
         return split_as_asked(self, step, self.limit(self.problem_at(step)[1]))
 
     def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
-        """Return the error that no plan fits with the smallest peak found with splits, if it is smaller."""
+        """Return the error that no plan fits, with the smallest peak that splits reach if that is smaller and splits
+        were not asked for."""
         if self.options.split != UNSPLIT or self.options.saved or self.options.several:
             return error
         try:
@@ -130,7 +131,8 @@ class Planner(StepProblems):
         return counted
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Return a plan to use although no plan fits the budget (`refusals.plan_over_budget`)."""
+        """Raise ``error``, or return a plan to use although no plan fits, as ``on_infeasible`` says
+        (`refusals.plan_over_budget`)."""
         how = reaction(self.options, first)
         if how == RAISE:
             raise error

@@ -203,7 +203,7 @@ class Rechoosing:
 
     @property
     def ready(self) -> bool:
-        """Whether a plan is known that is better at these sizes than the plan in use. New plans of the family are
+        """Whether a plan is known that is cheaper at these sizes by more than `GAIN`. New plans of the family are
         evaluated here."""
         members = self.family.members
         if self._better is None and members is not self._seen:

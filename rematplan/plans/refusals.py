@@ -23,7 +23,8 @@ MENTIONED = 0.01
 
 
 def reaction(options: PlanOptions, first: bool) -> str:
-    """Return what to do if no plan fits the budget: ``raise``, ``least`` or ``eager``."""
+    """Return what to do if no plan fits: ``raise`` for a saved plan, else as ``on_infeasible`` says, by default
+    ``raise`` first, then ``least``."""
     if options.saved is not None:
         return RAISE
     return options.on_infeasible or (RAISE if first else LEAST)

@@ -1,8 +1,7 @@
 """Evaluate known plans at new sizes, between sizes with known problems, without capturing the step.
 
-Bytes of storages are exact expressions of the sizes. Costs are interpolated in the bytes that an op moves; of two
-workspaces the larger counts. None is evaluated if an op that chooses among kernels has a workspace, which may not
-grow.
+Bytes are exact expressions of the sizes, costs are interpolated, and the larger workspace counts. Nothing is
+evaluated if an op that chooses among kernels has a workspace.
 """
 
 from __future__ import annotations

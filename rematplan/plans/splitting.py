@@ -39,7 +39,7 @@ class RewrittenStep:
 
 
 def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> RewrittenStep:
-    """Return a step in which regions are split as the options say. ``budget``: for the whole step, in bytes or lean."""
+    """Return a step in which regions are split as the options say; `UsageError` if a named module has none."""
     asked = problems.options.split
     if asked == UNSPLIT:
         return RewrittenStep(step)

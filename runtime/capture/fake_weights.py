@@ -39,7 +39,7 @@ class _Undrawn(TorchFunctionMode):
 def without_data(
     make: Callable[[], nn.Module], inputs: Callable[[], Sequence[torch.Tensor]], device: torch.device = CPU
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
-    """Return a module and a batch whose tensors are fakes (shapes and types without memory)."""
+    """Return a module and a batch of fake tensors (shapes and types without memory), and their fake mode."""
     mode = FakeTensorMode()
     with shapes_only():
         module = make()

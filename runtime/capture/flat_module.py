@@ -80,7 +80,8 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Give the caller's lists and dictionaries the content that the forward gave to copies of them."""
+    """Return the caller's lists and dictionaries with the content that the forward gave to copies, in place where
+    types are equal."""
     if type(arguments) is not type(left):
         return left
     if isinstance(arguments, dict):
@@ -207,9 +208,8 @@ LOST = object()
 
 
 def _named(write: Write, value: Any, names: dict[int, Any]) -> Any:
-    """Return the value that a planned call stores, with placeholders for arguments, parameters and buffers; `LOST` if
-    it cannot store the value.
-    """
+    """Return what a planned call stores, with placeholders for known tensors; `LOST` if it hides tensors, or
+    `ModelError` if they are read."""
     leaves, spec = flattened(value)
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, nn.Module)) and _hides_tensors(leaf):

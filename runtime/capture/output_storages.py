@@ -99,8 +99,8 @@ def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense (its elements fill a block of memory without gaps), otherwise the
-    strides of a contiguous tensor."""
+    """Return the parameter's strides if its elements fill a block of memory without gaps, else those of a contiguous
+    tensor."""
     own, expected = parameter.stride(), 1
     for stride, size in sorted(zip(own, parameter.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -114,7 +114,7 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """Return the calls that copy a value, and the values that these calls return; the last value is the copy."""
+    """Return the calls that copy a value, in the strides of ``like`` if given, and their values, the copy last."""
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

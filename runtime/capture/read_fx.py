@@ -81,7 +81,7 @@ def read_flat_joint_graph(
 
 
 def _on_one_device(step: CapturedStep) -> CapturedStep:
-    """Return ``step`` unchanged, after a check that it uses at most one accelerator."""
+    """Return ``step``; `ModelError` if it uses several accelerators."""
     accelerators = [str(d) for d in step.devices if d.type != "cpu"]
     if len(accelerators) > 1:
         raise ModelError(
@@ -91,7 +91,7 @@ def _on_one_device(step: CapturedStep) -> CapturedStep:
 
 
 def fixed_size(size: torch.SymInt) -> int:
-    """Return the present value of a symbolic size as an integer."""
+    """Return the present value of a symbolic size as an integer; `ModelError` if it depends on values of tensors."""
     try:
         return int(size)
     except GuardOnDataDependentSymNode as error:
@@ -283,7 +283,7 @@ class _Reader:
 
 
 def _check_plannable(node: fx.Node) -> None:
-    """Refuse a call that cannot be planned."""
+    """Raise `ModelError` for a call of a size, of functions, without values, or that writes in place."""
     if isinstance(node.meta.get("val"), SIZES):
         raise ModelError(
             "the graph computes numbers from sizes, and one of its ops depends on the value of a size; compile it with "

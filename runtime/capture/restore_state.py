@@ -52,7 +52,7 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def check_no_sizes_kept(module: nn.Module) -> None:
-    """Refuse a module if a trace has left a symbolic size in one of its attributes."""
+    """Raise `NotSymbolic` if a trace has left a symbolic size in one of a module's attributes."""
     for path, holder in _holders(module):
         for key, value in holder.__dict__.items():
             if any(isinstance(leaf, SYMBOLIC) for leaf in pytree.tree_leaves(value)):

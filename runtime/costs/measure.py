@@ -194,7 +194,7 @@ def interleaved_rounds(
 
 
 def check_fits(needed: int, what: str) -> None:
-    """Refuse an allocation that is larger than this machine's memory."""
+    """Raise `ModelError` for an allocation that is larger than this machine's memory."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise ModelError(

@@ -1,8 +1,8 @@
-"""The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily.
+"""The memory of optimizers: bytes of their state, and bytes that their step allocates temporarily, by the table
+`KINDS`.
 
-State that does not exist yet is computed by the table `KINDS`, or for other classes by a step of a copy
-(`optimizer_trial`). Numbers of copies were measured with PyTorch 2.13 and bitsandbytes 0.50, in float32 and
-bfloat16; tests/runtime/costs/test_optimizer_bytes.py measures them again.
+Other classes make a step of a copy (`optimizer_trial`). Copies were counted with PyTorch 2.13 and bitsandbytes 0.50;
+tests/runtime/costs/test_optimizer_bytes.py measures them again.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
 
 
 def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Return the temporary bytes that an optimizer's step needs for one of its parameter groups."""
+    """Return the temporary bytes of an optimizer's step for one parameter group: none if fused, else those of the
+    loop or ``foreach``."""
     device = params[0].device
     every = sum(allocated(p.nbytes, device) for p in params)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):

@@ -181,7 +181,8 @@ def _modelled(step: CapturedStep, call: Call) -> CallCost:
 def _measured(
     step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
 ) -> CallCost:
-    """Measure a call in one round and return its cost: the shortest time of several executions, and its memory."""
+    """Return the cost of a call: the shortest of several executions in this round, and its memory, measured unless
+    ``known``."""
     args, kwargs = arguments.of(call)
     target = deepcopy(call.target)  # an op that draws labels counts its draws
     run, device = partial(kernel_of(target), *args, **kwargs), step.device

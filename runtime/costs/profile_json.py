@@ -62,7 +62,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a JSON file says that it is a profile."""
+    """Return whether a JSON file says that it is a profile; `UsageError` if it cannot be read."""
     try:
         data = read_json(path)
     except ProblemError as error:
@@ -71,7 +71,7 @@ def is_profile(path: Path) -> bool:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from a JSON file of the format ``rematplan.profile/1``."""
+    """Read a profile from a JSON file of the format ``rematplan.profile/1``; `UsageError` if it is malformed."""
     try:
         data = read_json(path)
     except ProblemError as error:

@@ -1,8 +1,7 @@
 """A compiled plan as nodes of the autograd graph, one for each segment of the backward half.
 
-The first node runs the forward half; its backward runs the first segment. An empty tensor links each further node to
-the node before it, so that autograd runs its backward next. Values pass between segments in a `_Call`, not by
-autograd.
+The first runs the forward half. An empty tensor links each further node to the one before, so that autograd runs its
+backward next; values pass between them in a `_Call`.
 """
 
 from __future__ import annotations
@@ -119,7 +118,8 @@ class CompiledPlan:
         statistics: Sink | None = None,
         deferred: Deferred | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, and copy the buffers' new content into the buffers."""
+        """Run the forward half, copy new content into the buffers, and return the module's outputs as nodes of the
+        autograd graph."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         call = _Call(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
@@ -299,7 +299,8 @@ class _Call:
         return tangents
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """Check that a backward can start."""
+        """Raise RuntimeError unless a backward can start: tensors freed, outputs changed, weight gradients due, or
+        batched gradients."""
         name = self.plan.like.name
         if self.start is None:
             raise RuntimeError(

@@ -1,8 +1,8 @@
 """Buffers that a forward changes, such as running statistics, are updated once per training step although ops may
 run again.
 
-The captured step computes new content as an output. The caller copies it into the buffer after the forward
-(`autograd_function`, `fx_graphs`). If the backward half reads the buffer, it gets a copy of the old content.
+The captured step returns new content, which the caller copies into the buffer after the forward
+(`autograd_function`, `fx_graphs`). A backward half that reads it gets a copy of the old.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Writer(Emitter):
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """Write one execution of an op."""
+        """Write one execution of an op, after freeing what an earlier one made."""
         call = self.call_of(run, at)
         over = None if self.unused.zero else self.overwriting.get(at)  # with zeros, a sum may be one summand
         for storage in self.step.writes(call):

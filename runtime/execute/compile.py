@@ -130,7 +130,8 @@ def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[
 
 
 def _check_order(step: CapturedStep, schedule: Schedule) -> None:
-    """Check that a schedule draws the same random numbers and communicates in the same order as the captured step."""
+    """Raise `ProblemError` unless a schedule first draws and communicates in the step's order, and runs no
+    collective again."""
     ordered = [c.name for c in step.calls if c.ordered]
     wanted = set(ordered)
     runs = [name for name in runs_of(schedule) if name in wanted]

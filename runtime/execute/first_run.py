@@ -1,8 +1,8 @@
 """The check, when a plan runs first, that its values have the strides with which the step was captured from fake
 tensors.
 
-With other strides, what is a view and what may be overwritten changes. If they differ in the backward half, reshapes
-choose again between view and copy, and nothing is overwritten from then on: the bits stay those of eager mode.
+If they differ in the backward half, reshapes choose again between view and copy, and nothing is overwritten from
+then on: the bits stay those of eager mode.
 """
 
 from __future__ import annotations

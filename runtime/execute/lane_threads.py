@@ -1,7 +1,7 @@
 """Two lanes that run parts of a plan at the same time: two threads, and on CUDA two streams.
 
-The main lane is the caller's thread. The recovery lane's thread lives for one step. A tensor that changes lanes is
-recorded on the stream that takes it over, so that the allocator does not reuse its memory too early.
+The main lane is the caller's thread; the recovery lane's thread lives for one step. Tensors that change lanes are
+recorded on the taking stream, so that memory is not reused too early.
 """
 
 from __future__ import annotations

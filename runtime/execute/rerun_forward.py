@@ -48,10 +48,7 @@ class Rerun:
         return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
 
     def check(self, name: str) -> None:
-        """Check that no input was changed in place since the forward.
-
-        ``name``: the step's name, with which the error message begins.
-        """
+        """Raise RuntimeError, with the step's ``name``, if an input was changed in place since the forward."""
         if any(t._version != version for t, version in zip(self.inputs, self.versions, strict=True)):
             raise RuntimeError(
                 f"{name}: a parameter, buffer or input was changed in place between forward and backward"

@@ -90,7 +90,7 @@ class Network:
     def _augment(
         self, source: object, sink: object, distance: Mapping[object, int], following: dict[object, int]
     ) -> bool:
-        """Send flow along one path to arcs of growing distance, and return whether there was one."""
+        """Send flow along one path on which the distance grows by one an arc, and return whether there was one."""
         path: list[int] = []
         node = source
         while node != sink:

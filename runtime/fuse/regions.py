@@ -82,7 +82,8 @@ class Regions:
         )
 
     def _components(self, parents: Mapping[str, Sequence[str]]) -> tuple[Group, ...]:
-        """Return the connected groups of ops. ``parents``: by op, those that it is connected to."""
+        """Return the connected groups of at least `LEAST_CALLS` ops. ``parents``: by op, those that it is connected
+        to."""
         group = {name: name for name in parents}
 
         def root(name: str) -> str:

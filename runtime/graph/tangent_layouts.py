@@ -1,8 +1,7 @@
 """Adapting a backward to gradients of outputs whose strides differ from those at capture.
 
-Copying a gradient to other strides can change the last bits, because a kernel may sum in memory order. So the
-backward uses the strides that arrive, repeats eager mode's choices by strides, and records all strides (`Notes`),
-for which it is then compiled.
+A copy to other strides could change the last bits, so the backward uses the strides that arrive and repeats eager
+mode's choices by strides. It records all strides (`Notes`), to be compiled for them.
 """
 
 from __future__ import annotations

@@ -280,9 +280,7 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
 @contextmanager
 def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method of some classes inside the block, whether they define or inherit it. Classes implemented in C
-    are left as they are.
-    """
+    """Replace a method of some classes, also inherited, inside the block, except of classes implemented in C."""
     plain = {kind: getattr(kind, name) for kind in kinds}
     own = {kind for kind in kinds if name in vars(kind)}
     try:

@@ -43,7 +43,8 @@ def items_in(container: Any) -> list[Any]:
 
 
 def compared_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the containers in a value whose content `snapshots.same` compares."""
+    """Yield the containers in a value whose content `snapshots.same` compares: not large ones, and down to ``depth``
+    levels."""
     if isinstance(value, np.ndarray):
         if value.size <= MOST_NUMBERS:
             yield value
@@ -56,7 +57,7 @@ def compared_in(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def content(container: Any) -> Any:
-    """Return a shallow copy of a container's content, as a built-in container."""
+    """Return a shallow copy of a container's content as a built-in container; None for a large array."""
     if isinstance(container, np.ndarray):
         return container.copy() if container.size <= MOST_NUMBERS else None
     kind = next(kind for kind in (dict, list, set, deque, bytearray) if isinstance(container, kind))
@@ -64,8 +65,8 @@ def content(container: Any) -> Any:
 
 
 def unchanged_content(container: Any, was: Any) -> bool:
-    """Return whether a container has the same objects as before, in the same order. ``was``: its earlier content, from
-    `content`."""
+    """Return whether a container has the objects of ``was``, from `content`, in the same order; true for large
+    arrays."""
     if isinstance(container, np.ndarray):
         return was is None or same(container, was)
     if len(container) != len(was):
@@ -137,7 +138,7 @@ def add(container: Any, items: Any) -> None:
 
 
 def refilled(now: Any, after: Any) -> Any:
-    """Return ``now``, changed in place to the content of ``after``; or a copy of ``after`` if that is not possible."""
+    """Return ``now``, changed in place to the content of ``after``, or a copy of ``after`` if their types differ."""
     if type(now) is not type(after) or not isinstance(now, (*CONTAINERS, tuple, np.ndarray)):
         return copied(after)
     if isinstance(now, dict):

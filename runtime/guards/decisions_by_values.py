@@ -141,8 +141,7 @@ class OpTape:
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """Return a guard with all recorded decisions, and with the recorded calls and source tensors from which they
-        are computed."""
+        """Return a guard with all decisions, and the calls, draws and source tensors from which they are computed."""
         needed: set[int] = set()
         entries, drawing = [], False
         for entry in reversed(self.entries):
@@ -209,7 +208,7 @@ class OpTape:
         return self._decided(of, arguments, {})
 
     def outcome(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` as `read` does, even if the arguments are drawn numbers."""
+        """Return ``of(*arguments)`` as `read` does, also for drawn numbers; an error if they are unknown."""
         if not self.knows(arguments):
             raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})

@@ -57,10 +57,7 @@ class FiniteTests:
         self._known: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Record what a call of the forward returns if all values are finite.
-
-        ``func``: the op. ``args``: its positional arguments. ``result``: its result.
-        """
+        """Record what a call returns if all values are finite, if it tests for that or combines such tests."""
         packet = getattr(func, "overloadpacket", None)
         combining, testing = _OF_TESTS.get(packet), _TESTS.get(packet)
         if combining is None and testing is None:

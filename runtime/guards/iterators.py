@@ -24,7 +24,7 @@ def refuse_iterator(name: str, iterator: Any) -> NoReturn:
 
 
 def progress(iterator: Any) -> Any:
-    """Return something by which one sees whether an iterator has advanced."""
+    """Return something that changes as an iterator advances; None if it does not tell."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
         return frame and (frame.f_lasti, repr(frame.f_locals))

@@ -26,7 +26,8 @@ class ModuleTensors:
         ]
 
     def changes(self) -> list[tuple[Write, Any]]:
-        """Return the buffers that the forward added or replaced, as changes of Python state, each with the tensor."""
+        """Return the buffers that the forward added or replaced, each with its tensor; `ModelError` for a new
+        parameter or submodule."""
         found = []
         for at, (now, (buffers, parameters, modules)) in enumerate(
             zip(self.modules, self.before, strict=True)
@@ -44,7 +45,7 @@ class ModuleTensors:
         return found
 
     def restore(self) -> None:
-        """Undo the changes that `changes` returned."""
+        """Undo the changes of buffers that `changes` returns."""
         for now, (buffers, _, _) in zip(self.modules, self.before, strict=True):
             for name, tensor in list(now["_buffers"].items()):
                 if name not in buffers:

@@ -43,7 +43,7 @@ class Namespace:
         return changed
 
     def restore(self) -> None:
-        """Give all names their earlier values."""
+        """Give changed names their earlier values, and delete new ones."""
         for name in self.changed():
             if name in self.before:
                 assign(self.values, name, self.before[name])

@@ -44,7 +44,7 @@ class KnownKeys:
 
 
 def assign(namespace: Any, name: str, value: Any) -> None:
-    """Store a value under a name in a namespace: in a dictionary, or in an attribute of an object."""
+    """Store a value under a name in a dictionary, class or object's attribute; `ModelError` for another namespace."""
     if isinstance(namespace, AttributesByName):
         holder, attribute = namespace.where[name]
         setattr(holder, attribute, value)
@@ -59,7 +59,7 @@ def assign(namespace: Any, name: str, value: Any) -> None:
 
 
 def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
-    """Change the Python state as a forward does."""
+    """Change the Python state as a forward does. Numbers are computed before the first change."""
     numbers = [_number(write, value, attributes) for write, value in writes]
     for (write, value), number in zip(writes, numbers, strict=True):
         namespace = write.place.find(attributes)

@@ -196,7 +196,8 @@ def _after(rest: tuple[dis.Instruction, ...], one: dis.Instruction) -> Iterator[
 
 
 def _owner(instructions: tuple[dis.Instruction, ...], at: int) -> str:
-    """Return the symbol of the object whose attribute is loaded: `_OWNER` if a copy of it stays on the stack."""
+    """Return the symbol of the object whose attribute is loaded: `_OWNER` if a copy stays on the stack, else its
+    instruction or "unknown"."""
     before = instructions[at - 1]
     if before.opname == "COPY" and before.arg == 1:
         return _OWNER

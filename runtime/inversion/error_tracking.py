@@ -1,7 +1,7 @@
 """Tracking, while a step runs, of the errors of tensors that inverses recompute.
 
-Scales change during training: if 24 in a chain fall from 0.9 to 0.5, the last error grows by a factor of a million.
-So every inverse computes its error as predicted and with the present scales; the step stops if they differ too much.
+Scales change during training: if 24 in a chain fall from 0.9 to 0.5, the last error grows a million times. A step
+stops if an error differs too much from the planned one.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def _with_inverses(
 
 
 def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
-    """Yield inverses of whole storages: calls that recompute the tensor for which a storage was allocated."""
+    """Yield calls that recompute whole storages of the forward half from rules that cover them, at most
+    `MOST_INVERSES` a storage."""
     by_storage: dict[str, dict[Band, list[Undone]]] = {}
     for one in undone:
         value = step.values[one.value]

@@ -76,7 +76,8 @@ class Inverse:
         )
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Allocate the storage, recompute it, and return the tensor in it."""
+        """Allocate the storage, recompute it, and return the tensor in it; `ModelError` if scales have changed too
+        much."""
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
         at, drift = 0, 1.0
         for fill in self.fills:
@@ -122,7 +123,7 @@ def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
 
 
 def _checked(least: Tensor, inverse: Tensor) -> float:
-    """Return ``inverse``, the factor by which dividing by a scale increases errors, as a number."""
+    """Return the factor by which dividing by a scale increases errors; `ModelError` if the scale is near zero."""
     size, found = torch.stack((least, inverse)).tolist()
     if not size >= LEAST_SCALE:  # also true for NaN
         raise ModelError(

@@ -142,7 +142,8 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 
 def _reflected(call: Call, facts: Facts) -> Found:
-    """Yield the rules that undo y = other − alpha · self: one for ``self``, and one for ``other`` if it is a tensor."""
+    """Yield the rules that undo y = other − alpha · self, also for a tensor ``other``, if alpha is not close to
+    zero."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
     if isinstance(other, Ref):

@@ -48,7 +48,8 @@ def program_of(graph: Graph) -> tuple[Instruction, ...]:
 
 
 def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
-    """Return the nodes that compute the differentiated value of a Gradient node from its inputs."""
+    """Return the nodes that compute a Gradient node's ``y`` from its inputs, or refuse if other inputs of the graph
+    are needed."""
     names = differentiated(gradient)
     inner = {*names.xs, *names.zs}
     needed, chosen = {names.y}, []

@@ -37,7 +37,7 @@ def all_known(args: Iterable[Value]) -> bool:
 
 
 def stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
-    """Return whether the results of a node on known values are small enough to be known values."""
+    """Return whether the results of a node on known values are small enough to be known; random ones are not."""
     if row.random:
         return False
     if row.size is not None:

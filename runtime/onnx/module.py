@@ -90,7 +90,8 @@ class OnnxModule(nn.Module):
         return tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """Return the values that exist before the first node runs (the graph's inputs and the weights), by name."""
+        """Return the graph's inputs and weights by name, before the first node runs; `ModelError` for another number
+        of inputs."""
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(
                 f"the graph has {len(self.graph.inputs)} inputs, but was called with {len(inputs)}"

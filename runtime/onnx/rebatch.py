@@ -1,8 +1,8 @@
 """Adapt a graph whose export stored its batch size in constants, such as ``Reshape(x, [1, 768])``, to another batch
 size.
 
-The graph runs without data at both sizes. The only axis that differs is a value's batch axis. A rule for each op
-replaces constants with the old size; each result must then have its old shape, or one axis scaled by the ratio.
+The graph runs without data at both sizes: the only axis that differs is the batch axis. Rules replace constants;
+each result must then have its old shape, or one axis scaled.
 """
 
 from __future__ import annotations

@@ -117,9 +117,8 @@ class DataflowSchedule:
         )  # the budget counts the gradients, so they stay allocated
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-        """Split the model's arguments for a batch. Return, for each micro-batch, a tuple of its tensors; an empty list
-        on all ranks except the first.
-        """
+        """Return the tensors of each micro-batch of a batch; none except on the first rank. `UsageError` for
+        arguments that were not planned."""
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())

@@ -221,7 +221,7 @@ class Drift:
         self.samples[name] = sample(tensor)
 
     def recovered(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare a recomputed tensor with the tensor of the same name that `watch` got."""
+        """Compare a recomputed tensor with the one that `watch` got; `ModelError` if the error exceeds ``most``."""
         wrong = distance(sample(tensor), self.samples[name])
         self.largest = max(self.largest, wrong)
         if not wrong <= self.most:  # also if it is NaN

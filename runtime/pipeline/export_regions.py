@@ -63,7 +63,8 @@ def _inline(module: fx.GraphModule, region: fx.Node, inner: fx.Graph) -> None:
 
 
 def _detached(module: fx.GraphModule, argument: Any, before: fx.Node) -> Any:
-    """Return a node for the tensor ``argument`` without its gradient. It belongs to the same modules as ``before``."""
+    """Return a node for a tensor without its gradient, in the modules of ``before``; other arguments and buffers as
+    they are."""
     if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("val"), torch.Tensor):
         return argument
     if argument.op == "get_attr" and not argument.meta["val"].requires_grad:

@@ -26,7 +26,8 @@ RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Modu
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """Return the model's forward for these arguments as a graph of ATen calls, by ``torch.export``."""
+    """Return the model's forward for these arguments as a graph of ATen calls; `ModelError` if it cannot be cut into
+    stages."""
     check_traceable(model)
     states = (*model.named_parameters(), *model.named_buffers())
     if taken := RESERVED.intersection(name.partition(".")[0] for name, _ in states):
@@ -44,7 +45,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _program(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.export.ExportedProgram, Numbers]:
-    """Return a model's exported forward, and the numbers that the forward assigns to attributes."""
+    """Return a model's exported forward, and the numbers that it assigns to attributes; `ModelError` if it cannot be
+    exported."""
     name = type(model).__name__
     try:
         with (

@@ -1,8 +1,7 @@
-"""How a stage sends a tensor that is not contiguous in memory, without copying it.
+"""How a stage sends a tensor that is not contiguous without copying it: as a view in the order of the memory.
 
-PyTorch sends contiguous tensors only. A dense tensor with other strides is sent as a view in the order of the
-memory, which the receiver permutes again, so that ops see the strides of the whole model. Its gradient, whose
-strides may be others, is sent as it is: its elements in their own order, in the shape of the message.
+The receiver permutes the view again, so that ops see the strides of the whole model. A gradient, whose strides may
+be others, is sent with its elements in their own order.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class StageGraph(fx.GraphModule):
     """The graph of one stage, whose ops are those of the mode at export: training or evaluation cannot be changed."""
 
     def train(self, mode: bool = True) -> StageGraph:
-        """Set the mode, which must be the one that the graph has."""
+        """Do nothing for the mode that the graph has, and raise `UsageError` for the other one."""
         if mode != self.training:
             have, asked = ("training", "eval()") if self.training else ("evaluation", "train()")
             raise UsageError(
@@ -149,7 +149,8 @@ def cut_places(graph: fx.Graph) -> dict[str, int]:
 
 
 def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
-    """Return, for each stage, the position of its first op among all ops of the graph."""
+    """Return the position of each stage's first op; `UsageError` if a cut is unknown or does not come after the one
+    before."""
     first, known = cut_places(graph), cut_names(graph)
     for cut in cuts:
         if cut not in known:
@@ -337,9 +338,8 @@ def _order(node: fx.Node) -> list[int] | None:
 
 
 def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = True) -> fx.Node:
-    """Add the view of a tensor as a message to a stage's graph, and return the view; the tensor itself if they are the
-    same.
-    """
+    """Add the view of a tensor as a message to a stage's graph, or undo it (``back``); the tensor itself if they are
+    the same."""
     order = _order(node)
     if order is None:
         return out

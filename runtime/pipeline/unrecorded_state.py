@@ -56,7 +56,7 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
 
 
 def check_numbers(model: nn.Module, numbers: Numbers, graph: fx.Graph, again: Callable[[], fx.Graph]) -> None:
-    """Refuse a model whose forward computes something else once it has changed its attributes."""
+    """Refuse a model whose forward computes something else after it has changed its attributes; these are restored."""
     if not numbers:
         return
     old = {(module, name): getattr(module, name) for module, name in numbers}

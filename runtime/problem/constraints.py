@@ -62,7 +62,8 @@ FOLLOWED = ("MUST_SAVE", "PREFER_SAVE", "PREFER_RECOMPUTE")
 
 
 def _named_in(model: nn.Module | None, key: object) -> Name:
-    """Return a name of a policy, with a module replaced by its name in the model."""
+    """Return a policy's name, with a module replaced by its name in the model; `UsageError` if it is not one of its
+    modules."""
     if not isinstance(key, nn.Module):
         return cast(Name, key)
     known = {id(m): name for name, m in (model.named_modules() if model is not None else ())}
@@ -73,13 +74,12 @@ def _named_in(model: nn.Module | None, key: object) -> Name:
 
 
 def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...]:
-    """Return the names of the ops that a plan may run only once, in the step's order and without views. The result of
-    such an op stays resident until its last reader has run.
+    """Return the ops that a plan may run only once, in the step's order and without views; ops with side effects are
+    always included.
 
-    Of a module, these are the forward ops whose results are outputs of the step, or are read by forward ops outside of
-    the module; of ``MODULE.*``, all its ops; of an op, all its calls. Ops with side effects, collectives among them,
-    are always included.
+    Of a module these are forward ops whose results leave it, of ``MODULE.*`` all its ops, of an op all its calls.
     """
+    # Collectives are among them.
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     if callable(policy):
         once |= {c.name for c in step.calls if not c.backward and _asked(step, c, policy)}
@@ -100,15 +100,12 @@ def _asked(step: CapturedStep, call: Call, policy: Callable[..., CheckpointPolic
 
 
 def _inside(step: CapturedStep, name: Name) -> set[str]:
-    """Return the names of the step's calls that run in the module ``name`` or in a module inside it; empty if ``name``
-    is not a module of the step."""
+    """Return the step's calls that run in the module ``name`` or inside it; empty if it is no module of the step."""
     return {c.name for c in step.calls if c.module and (c.module == name or c.module.startswith(f"{name}."))}
 
 
 def _named(step: CapturedStep, name: Name) -> set[str]:
-    """Return the names of the step's calls of the op ``name``. A name without an overload, like ``aten.add``, means all
-    overloads.
-    """
+    """Return the step's calls of the op ``name``, of all overloads if it names none; `UsageError` if there are none."""
     wanted = _dotted(name)
     found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
     if not found:
@@ -119,8 +116,8 @@ def _named(step: CapturedStep, name: Name) -> set[str]:
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
-    """Return the names of those forward calls among ``calls`` whose results are outputs of the step or are read by
-    forward calls that are not among ``calls``."""
+    """Return the forward calls among ``calls`` whose results are outputs of the step, or that other forward calls
+    read."""
     read = {
         step.values[r.value].storage
         for c in step.calls

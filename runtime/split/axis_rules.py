@@ -164,7 +164,7 @@ def _squeeze(one: Shaped) -> DimensionRule | None:
 
 
 def _reduction(without: str) -> Rule:
-    """A reduction over the dimensions in argument 1 (all by default). Argument 2: whether they stay, with size 1."""
+    """A reduction over the dimensions in argument 1, all by default, which stay with size 1 if argument 2 is true."""
 
     def rule(one: Shaped) -> DimensionRule:
         x, y, dims = one.operand(0), one.results[0], one.argument(1)

@@ -91,7 +91,7 @@ class StepUse:
 
 
 def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
-    """Return the regions of a step, the one that saves most first. No op is in two of them."""
+    """Return the regions of a step with large tensors, the one that saves most first. No op is in two of them."""
     use = StepUse(step)
     sizes = {s: step.storage_bytes[s] for s in use.allocator}
     least = LEAST * sum(sizes.values())
@@ -165,7 +165,7 @@ class _Growth:
         )
 
     def _grow(self, values: Iterable[str]) -> None:
-        """Follow large tensors, from each value to the calls that make and read it."""
+        """Follow large tensors from each value to the calls that make and read it, up to `MOST_CALLS` calls."""
         waiting = deque(values)
         while waiting:
             value = waiting.popleft()
@@ -250,7 +250,7 @@ class _Growth:
             self.states = before
 
     def _reach(self, value: str) -> None:
-        """Find the state of a value from that of the tensor of which it is a view."""
+        """Find the state of a value from that of the tensor it is a view of, if the views fit."""
         chain = []
         while value not in self.states and value in self.use.maker and self.use.maker[value].is_view:
             chain.append(self.use.maker[value])
@@ -261,7 +261,7 @@ class _Growth:
             self.states.update(found)
 
     def _inner(self, calls: set[str]) -> set[str]:
-        """Return the storages that calls make and that nothing else reads, or reads whole."""
+        """Return the storages that calls make and that only they read, in parts, without outputs of the step."""
         found = set()
         for name in calls:
             for storage in self.step.writes(self.step.call[name]):

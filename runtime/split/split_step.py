@@ -47,7 +47,7 @@ def split_regions(step: CapturedStep, parts: Mapping[SplitRegion, int]) -> Captu
 
 
 def splittable(step: CapturedStep, regions: Iterable[SplitRegion]) -> tuple[SplitRegion, ...]:
-    """Return those of the regions that can be split, each at least in two."""
+    """Return those of the regions that can be split together, each at least in two."""
     left = [r for r in regions if len(bounds_of(r, 2)) > 2]
     while True:
         try:
@@ -211,7 +211,7 @@ class _Splitter(CallEmitter):
     # One part of a call
 
     def _run(self, call: Call, part: _Part) -> None:
-        """Emit one part of a call."""
+        """Emit one part of a call; `CannotSplit` if the call does not have the axis."""
         self.region = part.region
         states = states_of(self.step, call, part.region.states, part.region.indices)
         if states is None:

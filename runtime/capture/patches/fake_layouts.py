@@ -293,7 +293,8 @@ def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Te
 
 
 def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
-    """Return ``fake`` if it has the strides and the type of ``real``, otherwise a new tensor that has them."""
+    """Return ``fake`` if it has the strides and type of ``real``, else a new tensor; `NotSymbolic` if strides follow
+    from no sizes."""
     if not isinstance(real, torch.Tensor):
         return fake
     if fake is not None and fake.dtype == real.dtype and now(fake.stride()) == real.stride():

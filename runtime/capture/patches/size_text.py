@@ -17,9 +17,8 @@ READERS = frozenset({"torch", "sympy", "logging", "warnings"})
 
 @contextmanager
 def no_size_as_text() -> Iterator[None]:
-    """Inside the block, refuse ``str``, ``repr`` and ``format`` of a symbolic size by this thread, except by
-    `READERS` and this package.
-    """
+    """Inside the block and in this thread, raise `NotSymbolic` for a symbolic size as text, except by `READERS` and
+    this package."""
     tracing = get_ident()
 
     def guarded(original: Any) -> Any:

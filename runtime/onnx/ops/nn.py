@@ -27,9 +27,8 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 
 
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
-    """Return an attribute that has one number per spatial axis, such as ``strides`` or ``dilations``; ones if it is
-    absent.
-    """
+    """Return an attribute with one number per spatial axis, such as ``strides``; ones if it is absent, refused if
+    the numbers do not fit."""
     values = ints(node, name) or (1,) * rank
     if len(values) != rank:
         raise refuse(node, f"{name} has {len(values)} numbers for {rank} spatial axes")
@@ -39,7 +38,8 @@ def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and after each spatial axis, from the attributes ``pads`` or ``auto_pad``."""
+    """Return the padding before and after each spatial axis, from ``pads`` or ``auto_pad``; refuse what ONNX does
+    not define."""
     rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         return (0,) * rank, (0,) * rank

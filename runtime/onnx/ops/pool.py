@@ -48,7 +48,8 @@ class Window:
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return the pooling window of a node on the input ``x`` (N, C, …), by ONNX's formula for the output size."""
+    """Return a node's pooling window on ``x`` (N, C, …), by ONNX's formula for the output size; refuse a kernel that
+    does not fit."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:

@@ -19,7 +19,8 @@ QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return a scale or zero point in a shape that can be broadcast to ``x``."""
+    """Return a scale or zero point in a shape that can be broadcast to ``x``; refuse several dimensions without
+    ``block_size``."""
     if values.numel() == 1:
         return values.reshape(())
     if values.dim() == 1:

@@ -117,7 +117,7 @@ def refuse(node: Node, why: str) -> ModelError:
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """Return, as a NumPy array, an input of a node that determines a shape or an index."""
+    """Return an input that determines a shape or index as a NumPy array; refuse one that depends on data."""
     if isinstance(value, np.ndarray):
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:

@@ -104,7 +104,7 @@ def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
 
 
 def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
-    """Return a position in a sequence as an integer, counted from the front."""
+    """Return a position in a sequence, counted from the front, as an integer; refuse one outside."""
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
         raise refuse(node, f"there is no place {place} of {count}")

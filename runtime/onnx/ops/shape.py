@@ -135,7 +135,8 @@ def transpose(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
-    """Run ONNX Unsqueeze: insert axes of size 1, at the positions ``axes`` in the result."""
+    """Run ONNX Unsqueeze: insert axes of size 1 at the positions ``axes`` in the result; refuse equal ones and those
+    outside."""
     wanted = known_ints(axes) or ()
     rank = x.dim() + len(wanted)
     places = {a % rank for a in wanted}
@@ -151,7 +152,7 @@ ROWS.add("Unsqueeze", 1, 11)(by_attributes(unsqueeze, "axes"))
 
 @ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
 def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
-    """Run ONNX Squeeze: drop the axes of size 1 listed in ``axes``; None: all axes of size 1."""
+    """Run ONNX Squeeze: drop ``axes`` of size 1 (None: all), and refuse those of another size."""
     wanted = known_ints(axes)
     wanted = tuple(a for a, n in enumerate(x.shape) if n == 1) if wanted is None else wanted
     if any(x.shape[a] != 1 for a in wanted):

@@ -135,7 +135,7 @@ def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
 
 @ROWS.add("Trilu", 14, known=(1,))
 def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
-    """Run ONNX Trilu: keep the upper or lower triangle of the last two axes, from diagonal ``k`` on; the rest is
-    zero."""
+    """Run ONNX Trilu: keep the upper triangle of the last two axes from diagonal ``k`` (None: 0), or the lower up to
+    it."""
     at = 0 if k is None else int(k.reshape(()))
     return torch.triu(x, at) if integer(node, "upper", 1) else torch.tril(x, at)
