@@ -14,7 +14,7 @@ from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget
+from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -52,11 +52,7 @@ def plan_in_flight(
     step: CapturedStep,
     graph: TrainingGraph,
     loss: LossMemory,
-    budget: Budget,
-    strategy: Strategy,
-    seconds: float,
-    in_flight: int,
-    deferred: int | None,
+    asked: PlanOptions,
 ) -> StepPlan:
     """Plan a step that runs for several micro-batches in flight. A budget other than bytes or a percentage is a
     `UsageError`."""
@@ -65,7 +61,8 @@ def plan_in_flight(
     problem = stage_problem(
         step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template
     )
-    actions = with_in_flight(in_flight, deferred)
+    actions = with_in_flight(asked.in_flight.calls, asked.in_flight.deferred)
+    budget, seconds = asked.stated_budget(), asked.time_limit
     if budget.kind == "bytes":
         most = int(budget.amount)
     elif budget.kind == "share":
@@ -76,9 +73,9 @@ def plan_in_flight(
             f"with in_flight, state the budget in bytes or as a percentage, not as {budget.text!r}"
         )
     try:
-        found = RankSearch([problem], actions, most, stage_planner(strategy, seconds), seconds).run()
+        found = RankSearch([problem], actions, most, stage_planner(asked.strategy, seconds), seconds).run()
     except InfeasibleBudget as error:
-        raise error.changed(strategy=strategy.name) from None
+        raise error.changed(strategy=asked.strategy.name) from None
     (plan,) = found.plans
     share = found.floor / graph.base_cost if graph.base_cost else 0.0
     spare = backward_spare(problem, plan.schedule)

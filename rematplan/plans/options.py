@@ -64,6 +64,22 @@ class SavedPlan(Strategy):
         return load_plan(self.path, graph)
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """How many calls of a module may be between the start of their forward and the end of their backward."""
+
+    calls: int = 1
+    deferred: int | None = None
+    """The most earlier calls whose weight gradients are still to be computed; None: a backward computes them."""
+
+    def __post_init__(self) -> None:
+        if self.calls < 1 or (self.deferred or 0) < 0:
+            raise UsageError(
+                f"in_flight is {self.calls} and deferred is {self.deferred}: in_flight must be 1 or more, and "
+                f"deferred 0 or more, or None"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """The arguments of `plan_module` and `plan_stage` that determine the plan, with the same names and meanings.
@@ -81,8 +97,7 @@ class PlanOptions:
     reserved: Reserved = field(default_factory=Reserved)
     on_infeasible: str | None = None
     refine: bool = True
-    in_flight: int = 1
-    deferred: int | None = None
+    in_flight: InFlight = field(default_factory=InFlight)
     split: Splits = UNSPLIT
     """What is split along rows (`stated_splits`)."""
     kernels: str = EAGER_KERNELS
@@ -94,11 +109,6 @@ class PlanOptions:
             )
         if self.budget is not None:
             parse_budget(str(self.budget))
-        if self.in_flight < 1 or (self.deferred or 0) < 0:
-            raise UsageError(
-                f"in_flight is {self.in_flight} and deferred is {self.deferred}: in_flight must be 1 or more, and "
-                f"deferred 0 or more, or None"
-            )
         if not isinstance(self.inverses, (bool, float)) or not (self.inverses > 0 or self.inverses is False):
             raise UsageError(
                 f"inverses is {self.inverses!r}; it must be True, False, or the largest relative error, such as 1e-5"
@@ -152,9 +162,8 @@ class PlanOptions:
 
     @property
     def several(self) -> bool:
-        """Whether the options have ``in_flight`` above 1 (several micro-batches between forward and backward), or
-        ``deferred`` (weight gradients are computed after the backward)."""
-        return self.in_flight > 1 or self.deferred is not None
+        """Whether a plan is for several calls in flight, or leaves weight gradients for later."""
+        return self.in_flight != InFlight()
 
     @property
     def inverting(self) -> bool:

@@ -142,18 +142,14 @@ class Planner(StepProblems):
         """Return the plan of a step for the options ``in_flight`` (several micro-batches in flight) and
         ``deferred``."""
         asked, step = self.options, self.with_inverses(step)
-        split = asked.deferred is not None
+        split = asked.in_flight.deferred is not None
         step = with_separate_weights(step) if split else step
         graph = self.problem(step)
         return plan_in_flight(
             step,
             with_weight_boundary(step, graph) if split else graph,
             self.loss(step, priced(step, asked.costs)),
-            asked.stated_budget(),
-            asked.strategy,
-            asked.time_limit,
-            asked.in_flight,
-            asked.deferred,
+            asked,
         )
 
     def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
