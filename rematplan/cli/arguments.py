@@ -49,7 +49,8 @@ def inversion_error(text: str) -> bool | float:
 
 
 def splits(text: str) -> str | tuple[str, int]:
-    """Read a value of ``--split``: ``off``, ``auto``, or a module with a number of parts, such as ``lm_head=8``."""
+    """Read a value of ``--split``: ``off``, ``auto``, or a module and a number of parts, such as ``lm_head=8``; else
+    `ArgumentTypeError`."""
     return text if text in ("off", "auto") else dimension(text)
 
 

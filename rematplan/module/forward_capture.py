@@ -106,7 +106,8 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """Trace the forward and the backward for exactly the sizes that the arguments have."""
+        """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached
+        tensors of a trace."""
         try:
             return self._fixed()
         except ModelError:

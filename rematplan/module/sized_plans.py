@@ -97,7 +97,8 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Planner,
     ) -> None:
-        """Remember the planning problem that was made for a batch, so that plans of it can be used at other sizes."""
+        """Remember a batch's problem for plans at other sizes. If structures or problems differ within a pattern, no
+        plan serves it."""
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:

@@ -107,10 +107,8 @@ def verify(
 def tensor_differences(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return the tensors that differ by at least one bit between two runs of a step, by name.
-
-    The names of gradients begin with ``gradient``.
-    """
+    """Return the tensors that differ between two runs by a bit, by name, or are in one only. Gradients' names begin
+    with ``gradient``."""
     gradients = [t.double().norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []

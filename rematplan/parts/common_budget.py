@@ -161,7 +161,7 @@ def common_plan(
     *,
     accumulating: bool,
 ) -> CommonPlan:
-    """Plan the parts of a model."""
+    """Plan the parts of a model under one budget; `InfeasibleBudget` if none fits."""
     own = of_part(asked)
     calls = Counter(group for _, group in rehearsed.calls)
     groups = list(calls)
@@ -243,7 +243,7 @@ def _of_the_model(step: CapturedStep) -> set[str]:
 
 
 def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
-    """Return the bytes of a loss outside of the model."""
+    """Return the bytes of a loss outside of the model: as stated, else `COPIES` times the outputs that it reads."""
     outputs = [allocated(t.numel() * max(4, t.itemsize), t.device) for t in rehearsed.unread]
     stated = asked.stated_loss()
     if stated is not None and stated.kind != "share":

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def count(self, tensors: Any) -> None:
-        """Count the tensors in a pytree."""
+        """Count the storages of a pytree's tensors, unless they are counted already, until they are freed."""
         for one in pytree.tree_leaves(tensors):
             for storage in _storages(one) if isinstance(one, torch.Tensor) else ():
                 if (key := _key(storage)) not in self._counted:

@@ -76,7 +76,7 @@ class Budget:
     """The number of bytes, or the share (0.6 for 60%); 0 for ``min`` and ``least``."""
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
-        """Return the budget in bytes, rounded down."""
+        """Return the budget in bytes, rounded down. ``smallest`` is called for ``min`` and ``least`` only."""
         if self.is_lean:
             peak = smallest()
             return peak + int(LEAN[self.kind] * peak)
@@ -264,7 +264,8 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Search for the cheapest plan whose peak is at or near the smallest peak that the strategy finds, and store it."""
+    """Search for the cheapest plan at or near the smallest peak that the strategy finds, ``kind`` saying how near,
+    and store it."""
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit

@@ -141,7 +141,7 @@ class Stated:
 
     @classmethod
     def by(cls, item: Any) -> Stated:
-        """Ask an object."""
+        """Ask an object for its bytes; 0 for a method that it lacks."""
         methods = ("reserved_bytes", "step_bytes")
         return cls(*(_said(item, name) if callable(getattr(item, name, None)) else 0 for name in methods))
 

@@ -114,7 +114,7 @@ class Planner(StepProblems):
         return error.changed(hint=f"{error.hint}; {text}" if error.hint else text)
 
     def _planned_whole(self, step: CapturedStep, first: bool, progress: Progress | None = None) -> StepPlan:
-        """Plan a step in which everything is split that the options ask for, as `plan` does."""
+        """Plan a step, of which splits and kernels are made already, as `plan` does."""
         if self.options.several:
             return self._in_flight(step)
         earlier = self.options.reserved.gradients
@@ -195,9 +195,8 @@ class Planner(StepProblems):
         return asked.refines or (one_lane and isinstance(asked.strategy, StoreAll))
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
-        """Return a `Resizing`: it evaluates the known plans of a problem at other sizes, without capturing the step
-        again.
-        """
+        """Return what evaluates the known plans of a problem at other sizes, without capturing the step. The budget
+        must be in bytes."""
         amount = fixed_bytes(self.limit(problem))
         assert amount is not None
 

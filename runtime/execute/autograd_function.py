@@ -377,7 +377,7 @@ class _Call:
         return gradients
 
     def _still_read(self, k: int) -> Sequence[int]:
-        """Return the keys in ``read`` of the inputs that segment ``k`` or a later one reads."""
+        """Return the keys in ``read`` of the inputs that segment ``k`` or a later one reads; none after the last."""
         segments = self.plan.halves.backward
         return segments[k].still_read if k < len(segments) else ()
 

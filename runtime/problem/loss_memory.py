@@ -53,7 +53,7 @@ class LossMemory:
 
     @property
     def between(self) -> int:
-        """The bytes that are allocated between the computation of the loss and its backward."""
+        """The bytes that are allocated between the loss and its backward, ``peak`` if that is not known."""
         return self.peak if self.saved is None else self.saved
 
     @classmethod

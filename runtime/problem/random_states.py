@@ -51,7 +51,8 @@ def with_random_states(graph: TrainingGraph, sizes: Mapping[str, int]) -> Traini
 
 
 def without_unused_states(graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem in which the states of ops that may run only once have 0 bytes."""
+    """Return a problem in which the states of ops that may run only once have 0 bytes; the same problem if there are
+    none."""
     gone = set(map(state_of, graph.never_rerun))
     if gone.isdisjoint(graph.size):
         return graph

@@ -345,13 +345,14 @@ class _Splitter(CallEmitter):
             self._cat(call, value, region, name)
 
     def _check_layout(self, value: str, name: str) -> None:
-        """Check that a whole result has the layout that the unsplit step gives it. ``name``: of the whole."""
+        """Raise `CannotSplit` if the whole result ``name`` has another layout than the unsplit step gives it."""
         made, like = self.values[name].fake, self.step.values[value].fake
         if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
             raise CannotSplit(self.region, f"{value} would get other strides")
 
     def _cat(self, call: Call, value: str, region: SplitRegion, name: str) -> None:
-        """Emit the concatenation of all parts of a result. ``name``: of the whole."""
+        """Emit the concatenation ``name`` of all parts of a result; `CannotSplit` if its layout is another than
+        unsplit."""
         span, like = region.states[value], self.step.values[value].fake
         assert isinstance(span, AxisSpan)
         flat = f"{name}.flat" if span.first < span.last else name

@@ -119,7 +119,7 @@ class BatchSymbols:
         return self.fakes
 
     def check_lengths(self) -> None:
-        """Check the assumptions that the trace made since the last check."""
+        """Raise `NotSymbolic` if an assumption that the trace made since the last check is longer than `LONGEST`."""
         for assumed in self.shapes.guards[self._checked :]:
             length = sum(1 for _ in parts(assumed.expr))
             if length > LONGEST:
@@ -127,7 +127,7 @@ class BatchSymbols:
         self._checked = len(self.shapes.guards)
 
     def without_counts(self, size: Any) -> Any:
-        """Return a symbolic size unchanged."""
+        """Return a symbolic size unchanged; `NotSymbolic` if it depends on a number of selected elements."""
         counts = {name for name, (at, _) in self.places.items() if at >= self.inputs}
         if any(str(symbol) in counts for symbol in size.node.expr.free_symbols):
             raise NotSymbolic("a number of selected elements depends on another one")

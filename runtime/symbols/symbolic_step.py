@@ -103,9 +103,8 @@ class OpenStep:
         return OpenStep(step.name, *parts, always, table.compiled(), none, none)
 
     def sizes(self, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the values of all expressions for a batch, in the order of their positions. The guard must be true for
-        the batch.
-        """
+        """Return the values of all expressions, by position, for a batch that satisfies the guard; `NotSymbolic` if
+        one is no integer."""
         found = self.expressions(*[batch[at].shape[dim] for at, dim in self.places])
         if any(type(size) is not int for size in found):
             raise NotSymbolic("a size is not an integer")
@@ -154,9 +153,8 @@ class OpenStep:
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
     def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the tensors of a batch, each by the number of the memory that its input has in this step (see
-        `OpenValue.memory`).
-        """
+        """Return a batch's tensors by the memory of their inputs; `NotSymbolic` if two share memory or the step
+        relies on offsets."""
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
         moved = any(tensor.storage_offset() for _, tensor in given)
@@ -237,10 +235,8 @@ class _Fakes:
         self.made: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: OpenValue, sizes: Sequence[int]) -> torch.Tensor:
-        """Return a fake tensor for a tensor with open sizes.
-
-        ``sizes``: the values of all expressions of the sizes, in the order of their positions.
-        """
+        """Return a fake tensor for a symbolic one, with tracked sizes. ``sizes``: the values of all expressions, by
+        position."""
         storage = self.made.get(value.memory)
         if storage is None:
             storage = torch.UntypedStorage(self.nbytes[value.memory], device="meta")
