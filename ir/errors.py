@@ -35,6 +35,10 @@ class ModelError(RematplanError):
     """A model file that cannot be read, or a model that contains something rematplan cannot run."""
 
 
+class NotCaptured(ModelError):
+    """A model whose training step cannot be captured as a graph. Some of its modules may be."""
+
+
 class UsageError(RematplanError):
     """An option or argument that does not fit the model or the problem."""
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rematplan.ir import UsageError
+from rematplan.ir import NotCaptured, UsageError
 from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.planned_module import planned_module
 from rematplan.module.planning import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.shape_options import DynamicShapes, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
+from rematplan.parts.find_modules import modules_to_try
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
@@ -190,24 +191,31 @@ def plan_module(
             to find out). With a version of PyTorch that was not tested, the first step runs on a copy of the model and
             is compared with eager mode; this error is raised if they differ.
     """
-    return _planned(
-        model,
-        args,
-        kwargs,
-        statistics=statistics,
-        dynamic_shapes=dynamic_shapes,
-        budget=budget,
-        strategy=strategy,
-        costs=costs,
-        policy=policy,
-        inverses=inverses,
-        loss_memory=loss_memory,
-        reserved=reserved,
-        on_infeasible=on_infeasible,
-        refine=refine,
-        split=split,
-        kernels=kernels,
-    )
+    try:
+        return _planned(
+            model,
+            args,
+            kwargs,
+            statistics=statistics,
+            dynamic_shapes=dynamic_shapes,
+            budget=budget,
+            strategy=strategy,
+            costs=costs,
+            policy=policy,
+            inverses=inverses,
+            loss_memory=loss_memory,
+            reserved=reserved,
+            on_infeasible=on_infeasible,
+            refine=refine,
+            split=split,
+            kernels=kernels,
+        )
+    except NotCaptured as error:
+        if not modules_to_try(model) or not any(p.requires_grad for p in model.parameters()):
+            raise
+        raise NotCaptured(
+            f"{error}; or train with rematplan.apply(model, budget=...), which plans the modules that can be captured"
+        ) from error.__cause__
 
 
 def plan_stage(

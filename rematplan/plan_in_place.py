@@ -15,7 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rematplan.ir import ModelError, UsageError, show_bytes
+from rematplan.ir import ModelError, NotCaptured, UsageError, show_bytes
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
@@ -202,7 +202,7 @@ class InPlace(HasRunner):
         """Let the model be planned in parts, since the whole cannot be captured; raise ``error`` if that is not
         possible."""
         runner = self._rematplan
-        if runner.plans and error.__cause__ is None:  # not the tracer's
+        if runner.plans and not isinstance(error, NotCaptured):
             raise error
         with suppress(UsageError):
             self.parts = self._parts(error)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, NotCaptured
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
 from rematplan.module.function_caches import empty_traced_caches
@@ -108,6 +108,12 @@ class Tracing:
     def fixed(self) -> Found:
         """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached
         tensors of a trace."""
+        try:
+            return self._with_clean_caches()
+        except ModelError as error:
+            raise NotCaptured(str(error)) from error.__cause__
+
+    def _with_clean_caches(self) -> Found:
         try:
             return self._fixed()
         except ModelError:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, show_bytes
+from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, first_line, show_bytes
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
@@ -182,12 +182,17 @@ class PlannedParts:
         except Exception as other:  # any exception of the user's model, or a part that has no placeholder
             if self.error is None or isinstance(other, RematplanError):
                 raise
-            raise self.error from other
-        if not found.calls:
-            raise self.error or ModelError(
+            raise ModelError(f"{self.error}; nor in parts: {first_line(other)}") from other
+        if found.calls:
+            return found
+        if self.error is None:
+            raise ModelError(
                 f"a training call of {type(model).__name__} runs none of {', '.join([*self.parts][:4])} with gradients"
             )
-        return found
+        why = "; ".join(f"{name}: {text}" for name, text in [*found.refused.items()][:2])
+        raise ModelError(
+            f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
+        ) from self.error
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
         named = {f"model.{name}": t for name, t in named_tensors(model).items()}

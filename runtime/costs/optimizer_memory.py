@@ -105,11 +105,21 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     return OptimizerMemory(tuple(tensors), to_come, transient + allocated(SCALARS, device))
 
 
+SPARSE: Mapping[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""The methods that return the dense tensors of which a sparse one consists, by its layout."""
+
+
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in an object: tensor subclasses that wrap others, mappings and sequences are searched
-    recursively."""
+    """Yield the plain tensors in an object: sparse tensors, subclasses that wrap others, mappings and sequences are
+    searched recursively."""
     if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
+        if value.layout in SPARSE:
+            yield from (getattr(value.detach(), part)() for part in SPARSE[value.layout])
+        elif hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
                 yield from plain_tensors(getattr(value, name))
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, ModelError, UsageError
+from rematplan.ir import InfeasibleBudget, ModelError, NotCaptured, UsageError
 from rematplan.module.planning import IN_PLACE
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -147,7 +147,16 @@ class TiedTwice(TiedElsewhere):
         return self.blocks[1](self.blocks[2](self.blocks[1](self.blocks[0](x))))
 
 
-MODELS = (Dropping, Matching, Routing, Tail, Settings)
+class Sparse(Matching):
+    """Multiplies by sparse matrices outside of the parts."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for layout in (torch.sparse_coo, torch.sparse_csr):
+            x = super().body(torch.eye(len(x)).to_sparse(layout=layout) @ x)
+        return x
+
+
+MODELS = (Dropping, Matching, Routing, Tail, Settings, Sparse)
 
 in_parts = partial(rematplan.apply, strategy="approx_dp", costs="roofline", refine=False)
 
@@ -290,6 +299,17 @@ def test_a_model_of_which_a_later_call_cannot_be_captured_is_planned_in_parts_th
     run(plain, *batch(0))
     same_steps(model, plain, 6)
     assert planned(model).budget == 1 << 20
+
+
+def test_a_refusal_names_the_way_in_parts_or_why_there_is_none() -> None:
+    with pytest.raises(
+        NotCaptured, match=r"or train with rematplan\.apply\(model, budget=\.\.\.\), which plans"
+    ):
+        rematplan.plan_module(Matching(), batch(0), budget="1MiB")
+    model = Matching(blocks=0)
+    model.head = nn.Sequential(nn.Linear(WIDTH, 5))
+    with pytest.raises(ModelError, match=r"no part of it can be planned \(head: it is too small\)"):
+        run(in_parts(model, "1MiB"), *batch(0))
 
 
 class Cache:
