@@ -53,7 +53,7 @@ class SymbolicJointGraph:
 
 
 class _SizeNodes:
-    """The nodes that compute symbolic sizes in one half (the forward or the backward graph) of a joint graph.
+    """The nodes that compute symbolic sizes in one half of a joint graph.
 
     ``given``: the half's inputs that are sizes, by the name of the joint graph's input.
     """
@@ -68,10 +68,8 @@ class _SizeNodes:
         self.first = next(node for node in module.graph.nodes if node.op != "placeholder")
 
     def node(self, of: fx.Node) -> fx.Node:
-        """Return the node of this half that computes the same size as the node ``of`` of the joint graph.
-
-        If this half has no such node, it is added.
-        """
+        """Return this half's node that computes the size of the joint graph's node ``of``; it is added if there is
+        none."""
         of = self.of.get(of.meta["val"].node.expr, of)
         found = self.made.get(of.name)
         if found is None:
@@ -97,11 +95,7 @@ class _SizeNodes:
 
 
 def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """Add the symbolic sizes among a joint graph's inputs to the inputs of its forward graph, in place.
-
-    It is needed because the forward graph is called with the inputs of the joint graph (forward and backward), sizes
-    included.
-    """
+    """Add the symbolic sizes among a joint graph's inputs to those of its forward graph, in place."""
     own = iter(module.graph.nodes)
     here, given = next(own), {}
     for node in joint.graph.find_nodes(op="placeholder"):

@@ -33,8 +33,10 @@ def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StageP
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Return the actions of a rank: ``in_flight`` forwards, then backwards and forwards alternate. ``deferred``
-    backwards await their weight gradients."""
+    """Return the actions of a rank: ``in_flight`` forwards, then backwards and forwards alternate.
+
+    If ``deferred`` is not None, weight gradients follow that many backwards later.
+    """
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
     if deferred is None:

@@ -157,7 +157,8 @@ class PlanOptions:
         return parse_budget(str(self.budget))
 
     def stated_loss(self) -> Budget | None:
-        """Return the loss's memory as the user states it: bytes, or a share of the outputs' size; None if unstated."""
+        """Return the loss's memory as the user states it: bytes, or a multiple of the outputs' size (kind
+        ``share``); None if unstated."""
         return None if self.loss_memory is None else parse_loss_memory(str(self.loss_memory))
 
     @property

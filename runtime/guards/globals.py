@@ -102,7 +102,7 @@ class GlobalReads:
     ) -> list[Found]:
         """Return the values to which the code refers, from before the forward, as one `Found` for each namespace.
 
-        Others that the forward has changed are left out, with a warning.
+        Values that it has changed are left out, with a warning unless a planned call changes them.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():

@@ -73,8 +73,11 @@ class Patches:
     """How many entries of the batch belong to one sample."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return all windows as (groups, channels / groups, *kernel, samples, per_sample, *positions): a
-        view, or a copy of all windows if ``flipped``."""
+        """Return all windows as (groups, channels / groups, *kernel, samples, per_sample, *positions): a view of the
+        input or a padded copy.
+
+        If ``flipped``, all windows are copied.
+        """
         n = len(self.kernel)
         if any(s > 1 for s in self.spread):
             sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]

@@ -80,9 +80,8 @@ class ExpressionTable:
 
 
 def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., bool]:
-    """Return a function of the values of ``symbols``, as one argument for each, that returns whether all assumptions
-    are true.
-    """
+    """Return a function of the values of ``symbols`` that returns whether all assumptions are true; `NotSymbolic` if
+    one is not of integers."""
     for one in assumed:
         check_whole(one)
     body = " and ".join(f"bool({PRINTER.doprint(one)})" for one in assumed) or "True"
@@ -91,10 +90,7 @@ def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., b
 
 
 def check_whole(expression: Any) -> None:
-    """Raise an error if an expression of sizes may round.
-
-    ``expression``: a SymPy expression.
-    """
+    """Raise `NotSymbolic` if a SymPy expression of sizes may round."""
     for part in parts(expression):
         if type(part).__name__ not in WHOLE:
             raise NotSymbolic(f"it computes with sizes in a way that may round ({type(part).__name__})")

@@ -42,7 +42,8 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """Return a copy of a NumPy array as a tensor of the same type. ``what`` begins the error's message."""
+    """Return a copy of a NumPy array as a tensor of the same type. ``what`` begins the error for an unsupported
+    type."""
     dtype = torch_dtype(array.dtype.name, what)
     if dtype == torch.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(dtype)
@@ -60,7 +61,7 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
 
 def constant_tensor(array: np.ndarray, what: str) -> torch.Tensor:
     """Return a tensor with an array's content, made by calls that a trace records as a constant. ``what`` begins the
-    error's message."""
+    error for an unsupported type."""
     dtype = torch_dtype(array.dtype.name, what)
     if math.prod(array.shape) == 1:
         return torch.full(array.shape, array.ravel()[0].item(), dtype=dtype)
