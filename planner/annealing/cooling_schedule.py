@@ -129,8 +129,8 @@ class CoolingSchedule:
         return self.loose if k // 2 % 4 >= 2 else 1.0
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
-        """Return whether hot round ``k`` looks for an order first; never with phases. Both variants alternate
-        until one has fitted.
+        """Return whether hot round ``k`` looks for an order first; not if not `reorders`. Both variants
+        alternate at first, and until one with an order has fitted.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):

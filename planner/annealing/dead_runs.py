@@ -15,6 +15,7 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
     op = S.op[node]
     if S.links.prev[node] >= 0 or P.after[op] < 0:
         return True
+    # The op's next run becomes its first, and must precede the first run of the next op.
     return S.links.next[node] < 0 or bool(
         S.links.slot[S.links.next[node]] < S.links.slot[S.links.first[P.after[op]]]
     )

@@ -255,7 +255,7 @@ class Search:
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
-        """Change the order of the current runs alone, for ``share`` of the budget. It takes
+        """Change the order of the current runs alone, for a budget of ``share`` times the search's. It takes
         ``ordering.share`` of ``length``.
         """
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
@@ -272,7 +272,7 @@ class Search:
         effort: Effort,
         set_price: Callable[[float], None],
     ) -> None:
-        """Anneal the current sequence for ``length`` (seconds or moves), and record better plans.
+        """Anneal the current sequence for up to ``length`` (seconds or moves), and record better plans.
 
         ``set_price``: called often with the share of the stage that is done.
         """

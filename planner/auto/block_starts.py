@@ -51,6 +51,8 @@ def starting_plans(
 ) -> tuple[Plan, ...]:
     """Return undominated plans to start from: of each block strategy, the cheapest that fits and the one with
     the smallest peak.
+
+    Once one is found, further strategies begin only while ``effort`` is left.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []

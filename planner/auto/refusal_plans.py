@@ -57,7 +57,8 @@ class RefusalSearch:
         """Search for the smallest peak after no plan was found that fits, and add the plans found to the
         known ones.
 
-        If ``proven`` that none fits, it may take half of the time limit, in longer and longer rounds.
+        ``proven``: that none fits. Then large problems get half of the time limit, in longer and longer
+        rounds.
         """
         if self.small or not proven:
             self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))

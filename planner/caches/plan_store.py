@@ -172,7 +172,9 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Add a plan and its search to the problem's file, without dominated plans and those beyond the limits."""
+        """Add a plan, and its search if it states a budget, to the problem's file, without dominated plans
+        and those beyond the limits.
+        """
         file = _file(problem)
         content = _read(file, problem)
         found = tuple(dict.fromkeys((plan, *content.plans)))

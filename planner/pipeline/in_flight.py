@@ -147,8 +147,8 @@ class RankSearch:
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest peak (bytes) for which plans are found, or a larger one within the budget. The plans
-        found become candidates.
+        """The smallest peak (bytes) found in a few searches, which end once it is within the budget. The
+        plans found become candidates.
         """
         peak = self.lean
         # The budget only ends this loop. So a search with the result as its budget finds plans, and one with
@@ -308,9 +308,9 @@ class RankSearch:
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
         """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps
-        between two limits; infinite if no plan fits.
+        between two limits.
 
-        ``low``, ``high``: the limits as shares; a ``high`` of 1 means no limit.
+        ``low``, ``high``: shares; a ``high`` of 1 means no limit. Infinite: it is proven that no plan fits.
         """
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []

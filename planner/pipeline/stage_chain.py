@@ -291,8 +291,10 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move a backward op to an earlier block that reads its results, if all operands are available there
-        and messages don't grow.
+        """Move a backward op to the earliest block at or after all that read its results and make its forward
+        operands, if messages don't grow.
+
+        It stays if an operand isn't available there.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]

@@ -88,7 +88,9 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
-    """Return (``factor`` + λ I)⁻¹ as a dense matrix. ``factor``: (…, n, n), symmetric; ``damping``: λ."""
+    """Return (``factor`` + λ I)⁻¹ as a dense matrix, with a larger λ if rounding makes the sum indefinite.
+    ``factor``: (…, n, n), symmetric; ``damping``: λ.
+    """
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
     while True:

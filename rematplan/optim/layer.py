@@ -75,7 +75,8 @@ class Layer:
         return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return statistics as one vector: A and G, packed or diagonal, then the numbers of rows and samples.
+        """Return statistics as one vector: A and G (without the loss scale), packed or diagonal, then the
+        numbers of rows and samples.
 
         With one factor in ``which``, the vector has only this one, and the traces of both at its end.
         """

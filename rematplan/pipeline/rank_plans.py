@@ -100,8 +100,10 @@ def rank_plans(
     budget: int,
     asked: PlanOptions,
 ) -> dict[int, RankPlan]:
-    """Return, by rank, plans of its stages within ``budget`` bytes. Dataflow plans keep no more than
-    `starting_plans` between forward and backward.
+    """Return, by rank, plans of its stages within ``budget`` bytes.
+
+    Dataflow plans keep no more than `starting_plans` between forward and backward, if several micro-batches
+    are in flight.
     """
 
     def search(rank: int, most: int) -> RankSearch:

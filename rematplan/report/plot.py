@@ -238,8 +238,8 @@ class _Picture:
 
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
-    """Return the highest known lower bounds, as pairs (budget ÷ ``scale``, percent), by rising budget,
-    without infinite ones.
+    """Return the largest overhead proven for each stated budget or a larger one, as pairs (budget ÷
+    ``scale``, percent), by rising budget.
     """
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
