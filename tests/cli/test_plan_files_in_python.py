@@ -39,6 +39,7 @@ def bits(
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("name", TEN)
 def test_a_plan_file_works_both_ways(name: str, tmp_path: Path, call: Callable[..., Any]) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
