@@ -63,4 +63,5 @@ class Running:
 
 def compiled(found: StepPlan) -> CompiledPlan:
     """Return a step's plan in compiled form, as an object that takes part in autograd when it is called."""
-    return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare)
+    unused = found.unused if found.rounds else ()
+    return CompiledPlan(found.step, found.plan.schedule, found.plan.lanes, found.spare, unused=unused)

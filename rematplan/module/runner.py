@@ -35,7 +35,7 @@ from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.patches.fake_layouts import distrust
 from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_hooks
 from rematplan.runtime.execute.autograd_function import Deferred
-from rematplan.runtime.execute.first_run import OtherLayouts
+from rematplan.runtime.execute.first_run import OtherNumbers, OtherResults
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
@@ -87,7 +87,7 @@ class Runner:
         """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
         self.distrusted: frozenset[Any] = frozenset()
-        """Ops whose kernels returned other strides than a captured step had, before it was captured anew."""
+        """Ops that gave other results than planned, before the step was captured anew."""
         self.version: tuple[str, int | None] = ("", None)
         """A trained parameter's name and its version at the last call. An optimizer's step changes the
         version."""
@@ -132,7 +132,7 @@ class Runner:
             try:
                 entry, flat = self._executed(original, leaves, spec, state, measures, assumed)
                 break
-            except OtherLayouts as other:
+            except OtherResults as other:
                 self._distrust(other)
             except guards.OtherOutcome as other:
                 assumed = other.outcomes
@@ -190,9 +190,9 @@ class Runner:
         )
         return entry, flat
 
-    def _distrust(self, found: OtherLayouts) -> None:
-        """Drop all plans and captures after kernels returned other strides; later captures run these ops on real
-        tensors, then at fixed sizes.
+    def _distrust(self, found: OtherResults) -> None:
+        """Drop all plans and captures after ops gave other results than planned. After other strides, later captures
+        run these ops on real tensors, then at fixed sizes.
 
         Raises `ModelError` if that was not enough.
         """
@@ -204,7 +204,8 @@ class Runner:
             )
         with LOCK.alone():
             self.distrusted |= found.ops
-            distrust(found.ops)
+            if not isinstance(found, OtherNumbers):
+                distrust(found.ops)
             self.plans = CachedPlans(self.asked.max_plans)
             self.captures = replace(
                 self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=()

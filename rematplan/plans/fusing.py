@@ -13,7 +13,7 @@ def with_fused_kernels(step: CapturedStep) -> RewrittenStep:
     found = fuse(step)
     if found.failures:
         warn(
-            f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since no fused kernel "
-            f"could be compiled: {found.failures[0]}"
+            f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since they have no "
+            f"fused kernel that may be used: {found.failures[0]}"
         )
     return RewrittenStep(found.step, (found.note,) if found.kernels else ())

@@ -15,6 +15,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.background import shared
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.runtime.graph.captured_step import CapturedStep
 
@@ -48,6 +49,15 @@ class StepPlan:
     """Whether the plan may be used at other sizes of the batch."""
     rounds: bool = False
     """Whether ops of the step are split or fused, so that results may differ from those of eager mode by rounding."""
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The bytes of the budget that nothing uses at each position of the schedule. It is empty if they are not
+        known, or gradients may use them."""
+        if self.problem is None or self.spare:
+            return ()
+        budget = self.plan.peak if self.plan.budget is None else self.plan.budget
+        return tuple(budget - held for held in resident_bytes(self.problem, self.plan.schedule))
 
 
 @dataclass(frozen=True)

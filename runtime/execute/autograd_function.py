@@ -51,9 +51,10 @@ class CompiledPlan:
         lanes: Lanes | None = None,
         spare: Sequence[int] = (),
         for_any_sizes: bool = False,
+        unused: Sequence[int] = (),
     ) -> None:
         #: ``spare``: by position, the unused bytes of the budget, which gradients may occupy until their
-        #: segment ends. Empty for no limit.
+        #: segment ends. Empty for no limit. ``unused``: those with which the first run may check kernels.
         self.schedule, self.lanes, self.spare = schedule, lanes, spare
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""
@@ -62,7 +63,7 @@ class CompiledPlan:
             step, schedule, lanes=lanes, spare=spare, for_any_sizes=for_any_sizes
         )
         self.variants = BackwardVariants(step, schedule, halves.backward, lanes, spare)
-        self.first_runs = FirstRuns(self._step, schedule, spare)
+        self.first_runs = FirstRuns(self._step, schedule, spare, unused)
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]

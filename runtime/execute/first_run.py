@@ -1,5 +1,5 @@
-"""The check, when a plan runs first, that its values have the strides with which the step was captured from fake
-tensors.
+"""The checks when a plan runs first: its values have the strides with which the step was captured from fake tensors,
+and fused kernels compute the numbers of eager mode up to rounding.
 
 If they differ in the backward half, reshapes choose again between view and copy, and nothing is overwritten from
 then on: the bits stay those of eager mode.
@@ -16,6 +16,8 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant
 from rematplan.runtime.execute.compile import compile_halves
 from rematplan.runtime.execute.layout_check import LayoutCheck
+from rematplan.runtime.fuse.kernel import FusedKernel
+from rematplan.runtime.fuse.real_numbers import with_checks
 from rematplan.runtime.graph.captured_step import CapturedStep, refs
 from rematplan.runtime.graph.tangent_layouts import RESHAPE, AsCaptured, for_any_layout
 from rematplan.runtime.graph.zero_tangents import changes_strides
@@ -23,10 +25,10 @@ from rematplan.runtime.graph.zero_tangents import changes_strides
 CLONE = torch.ops.aten.clone.default
 
 
-class OtherLayouts(Exception):
-    """Kernels gave results with other strides than the captured step has.
+class OtherResults(Exception):
+    """Ops gave other results than planned, so the step is planned again.
 
-    ``ops``: the ops at fault, whose arguments had the strides of the step. ``text``: one of them, with the strides.
+    ``ops``: the ops at fault. ``text``: one of them, and what is wrong.
     """
 
     def __init__(self, ops: frozenset[Any], text: str) -> None:
@@ -34,10 +36,19 @@ class OtherLayouts(Exception):
         self.ops, self.text = ops, text
 
 
+class OtherLayouts(OtherResults):
+    """Kernels gave results with other strides than the captured step has, for arguments that had its strides."""
+
+
+class OtherNumbers(OtherResults):
+    """Fused kernels gave results too far from those of float64."""
+
+
 class FirstRun:
     """The halves of a plan, compiled so that they compare the strides of all values with those of the captured step.
 
     ``missing``: tangents that are None. ``kept``: whether the graph is retained, so that nothing may be overwritten.
+    ``unused``: by position, the bytes of the budget with which fused kernels may be checked.
     """
 
     def __init__(
@@ -47,9 +58,10 @@ class FirstRun:
         spare: Sequence[int],
         missing: frozenset[str] = frozenset(),
         kept: bool = False,
+        unused: Sequence[int] = (),
     ) -> None:
         self.step = step
-        opened = for_any_layout(step)
+        opened = for_any_layout(with_checks(step, schedule, unused))
         # The copy of a reshape has the new shape there.
         reshaped = {c.name for c in opened.calls if c.target is RESHAPE and step.call[c.name].target is CLONE}
         strides = {name: v.fake.stride() for name, v in step.values.items() if v.call not in reshaped}
@@ -58,11 +70,11 @@ class FirstRun:
         self.halves = compile_halves(opened, schedule, missing, spare=spare, overwrite=not kept, note=check)
 
     @property
-    def error(self) -> OtherLayouts | None:
-        """What the run found; None if all values have the strides of the step."""
+    def error(self) -> OtherResults | None:
+        """What the run found; None if all values are as planned."""
         others = self.check.others
         if not others:
-            return None
+            return self._wrong_numbers()
         makers = {name: self.step.call[self.step.values[name].call or ""] for name in others}
         first = {
             name: call
@@ -77,17 +89,28 @@ class FirstRun:
         )
         return OtherLayouts(frozenset(ops), text)
 
+    def _wrong_numbers(self) -> OtherNumbers | None:
+        kernels = dict.fromkeys(c.target for c in self.step.calls if isinstance(c.target, FusedKernel))
+        wrong = [kernel for kernel in kernels if kernel.real.error]
+        return OtherNumbers(frozenset(wrong), wrong[0].real.error) if wrong else None
+
 
 class FirstRuns:
     """Which parts of a plan still have to be compared with the captured step, and the compiled halves that do it."""
 
-    def __init__(self, step: Callable[[], CapturedStep], schedule: Schedule, spare: Sequence[int]) -> None:
-        self.step, self.schedule, self.spare = step, schedule, spare
+    def __init__(
+        self,
+        step: Callable[[], CapturedStep],
+        schedule: Schedule,
+        spare: Sequence[int],
+        unused: Sequence[int] = (),
+    ) -> None:
+        self.step, self.schedule, self.spare, self.unused = step, schedule, spare, unused
         self.forward_passed = False
         self.passed: set[BackwardVariant] = set()
         """The conditions under which a backward was compared. A comparison under `AS_CAPTURED` is one for all."""
-        self.failed: OtherLayouts | None = None
-        """What the first backward found, if not all values have the strides of the step."""
+        self.failed: OtherResults | None = None
+        """What the first backward found, if not all values are as planned."""
         self._runs: dict[BackwardVariant, FirstRun] = {}
 
     def pass_all(self) -> None:
@@ -105,7 +128,7 @@ class FirstRuns:
         return None if self.forward_passed else self._run(AS_CAPTURED)
 
     def end_forward(self, run: FirstRun) -> None:
-        """Record that a forward has run; raise `OtherLayouts` if its values had other strides than the step's."""
+        """Record that a forward has run; raise `OtherResults` if its values were not as planned."""
         if run.error:
             raise run.error
         self.forward_passed = True
@@ -127,6 +150,6 @@ class FirstRuns:
     def _run(self, variant: BackwardVariant) -> FirstRun:
         if variant not in self._runs:
             self._runs[variant] = FirstRun(
-                self.step(), self.schedule, self.spare, variant.missing, variant.kept
+                self.step(), self.schedule, self.spare, variant.missing, variant.kept, self.unused
             )
         return self._runs[variant]

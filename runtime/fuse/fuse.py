@@ -26,7 +26,7 @@ class Kernels:
         """Return the kernel of a region, compiled if there is none yet.
 
         Raises:
-            CannotFuse: it cannot be compiled, or no region could be.
+            CannotFuse: it cannot be compiled, no region could be, or its kernel was wrong in a training step.
         """
         ops = RegionOps(step, region)
         key = ops.key
@@ -39,6 +39,8 @@ class Kernels:
                 self.failed[key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if key in self.failed:
             raise CannotFuse(self.failed[key])
+        if self.known[key].real.error:
+            raise CannotFuse(self.known[key].real.error)
         return self.known[key]
 
 

@@ -16,7 +16,7 @@ from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.fuse.inductor import Compiled, compiled
 from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs, substitute
 from rematplan.runtime.graph.compat import FakeTensor
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
@@ -66,15 +66,50 @@ class RegionOps:
         """Run the ops in float64, whatever their types."""
         return self._run([t.double() if t.is_floating_point() else t for t in args], _in_float64)
 
+    def check(self, args: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+        """Check that ``found``, a kernel's results for ``args``, is as near to the results in float64 as the eager ops'
+        are.
+
+        Raises:
+            CannotFuse: it is not.
+        """
+        exact = self.in_float64(args)
+        eager = self(*args)
+        for name, a, b, c in zip(self.region.outputs, found, eager, exact, strict=True):
+            _check_result(name, a, b, c)
+
     def _run(self, args: Sequence[torch.Tensor], change: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
         known = dict(zip(self.region.inputs, args, strict=True))
-        for call in self.region.calls:
+        del args
+        for call, gone in zip(self.region.calls, self._read_last, strict=True):
             given = substitute((call.args, dict(call.kwargs)), known.__getitem__)
             positional, named = change(_untracked(given))
             found = kernel_of(call.target)(*positional, **named)
             results = zip(call.results, (found,) if call.single else found, strict=True)
             known |= {r: t for r, t in results if r}
+            del given, positional, named, found
+            for value in gone:
+                del known[value]
         return tuple(known[v] for v in self.region.outputs)
+
+    @cached_property
+    def _read_last(self) -> tuple[tuple[str, ...], ...]:
+        """For each call, the values that no later call reads."""
+        last = {r.value: at for at, c in enumerate(self.region.calls) for r in refs((c.args, dict(c.kwargs)))}
+        gone: list[list[str]] = [[] for _ in self.region.calls]
+        for value, at in last.items():
+            if value not in self.region.outputs:
+                gone[at].append(value)
+        return tuple(map(tuple, gone))
+
+
+@dataclass
+class OnRealNumbers:
+    """What the check of a kernel on the numbers of a training step found."""
+
+    checked: bool = False
+    error: str = ""
+    """Why the kernel must not be used; empty if it may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +122,9 @@ class FusedKernel:
     compiled: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = field(repr=False)
     workspace: int
     """The bytes that are allocated only while it runs."""
+    check_bytes: int = 0
+    """The bytes that a check of its results takes (`RegionOps.check`)."""
+    real: OnRealNumbers = field(default_factory=OnRealNumbers, repr=False)
 
     namespace = "fused"
 
@@ -122,11 +160,12 @@ def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKer
     near to float64 as eager's."""
     with torch.random.fork_rng(devices=[]):
         run = compiled(ops, ops.inputs)
-        return FusedKernel(ops.key, ops, run, unprofiled(lambda: _tried(step, region, ops, run)))
+        return FusedKernel(ops.key, ops, run, *unprofiled(lambda: _tried(step, region, ops, run)))
 
 
-def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> int:
-    """Run a kernel on synthetic numbers, check its results, and return its workspace in bytes."""
+def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> tuple[int, int]:
+    """Run a kernel on synthetic numbers, and check its results. Return the bytes of its workspace, and those that
+    the check takes."""
     arguments = SyntheticArguments(step)
     call = Call("", ops, tuple(map(Ref, region.inputs)), {}, ())
     with torch.no_grad(), torch.autocast(step.device.type, enabled=False):
@@ -134,8 +173,9 @@ def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) ->
         run(list(args))  # loads libraries
         peak, found = peak_above_entry(lambda: run(list(args)), step.device)
         _check_layouts(args, found, ops.outputs)
-        _check_numbers(found, ops(*args), ops.in_float64(args), region)
-    return max(0, peak - sum(allocated(t.untyped_storage().nbytes(), t.device) for t in found))
+        needed, _ = peak_above_entry(lambda: ops.check(args, found), step.device)
+    own = sum(allocated(t.untyped_storage().nbytes(), t.device) for t in found)
+    return max(0, peak - own), needed
 
 
 def _check_layouts(
@@ -154,30 +194,23 @@ def _check_layouts(
             raise CannotFuse(f"a result has strides {made.stride()} instead of {like.stride()}")
 
 
-def _check_numbers(
-    found: Sequence[torch.Tensor],
-    eager: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor],
-    region: Region,
-) -> None:
-    for name, a, b, c in zip(region.outputs, found, eager, exact, strict=True):
-        if not a.is_floating_point():
-            wrong = float((a != b).double().mean())
-            if wrong > FLIPPED:
-                raise CannotFuse(f"{name}: {wrong:.2g} of the numbers differ from those of the eager ops")
-            continue
-        own, theirs = _distance(a, c), _distance(b, c)
-        most = WORSE * max(theirs, ROUNDINGS * min(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps))
-        if not own <= most:
-            raise CannotFuse(
-                f"{name} is {own:.2g} from its value in float64, that of the eager ops {theirs:.2g}"
-            )
+def _check_result(name: str, found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    if not found.is_floating_point():
+        wrong = float((found != eager).double().mean())
+        if wrong > FLIPPED:
+            raise CannotFuse(f"{name}: {wrong:.2g} of the numbers differ from those of the eager ops")
+        return
+    own, theirs = _distance(found, exact), _distance(eager, exact)
+    rounding = min(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
+    if not own <= WORSE * max(theirs, ROUNDINGS * rounding):
+        raise CannotFuse(f"{name} is {own:.2g} from its value in float64, that of the eager ops {theirs:.2g}")
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``."""
     difference = torch.nan_to_num(found.double() - exact.double())
-    return float(difference.norm()) / max(float(torch.nan_to_num(exact.double()).norm()), 1e-300)
+    # What is infinite in float64 too, such as masked scores, must not hide the rest.
+    return float(difference.norm()) / max(float(exact.nan_to_num(0.0, 0.0, 0.0).norm()), 1e-300)
 
 
 def _layout(t: torch.Tensor) -> str:

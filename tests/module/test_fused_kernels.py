@@ -163,6 +163,56 @@ def test_a_kernel_with_wrong_numbers_is_not_used(model: Net, monkeypatch: pytest
     assert "fused_" not in found.source
 
 
+def test_the_first_step_checks_kernels_on_its_own_numbers(
+    model: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("known", "failed"):
+        monkeypatch.setattr(fuse.KERNELS, name, {})
+    found = planned(model, BATCH, budget="100%")
+    kernels = list(fuse.KERNELS.known.values())
+    assert not any(one.real.checked for one in kernels)
+    fixed = BATCH.nbytes + sum(p.nbytes for p in model.parameters())
+    peak, _ = peak_above_entry(lambda: found(BATCH).backward(), torch.device("cpu"))
+    assert fixed + peak <= found.plan.peak  # the check takes only what the budget leaves
+    used = [one for one in kernels if one.source_name in found.source]
+    assert any(one.real.checked for one in used)
+    assert not any(one.real.error for one in kernels)
+
+
+class Head(Net):
+    """A head that needs more memory than the regions of the layers, so that those of the backward are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)).square().sum()
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_kernel_that_is_wrong_on_real_numbers_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, half: str
+) -> None:
+    for name in ("known", "failed"):
+        monkeypatch.setattr(fuse.KERNELS, name, {})
+    torch.manual_seed(0)
+    model = Head()
+    expected = results(model, model, BATCH)
+    found = planned(model, BATCH, budget=10**9)
+    step = found._rematplan.last.compiled.step
+    calls = [c for c in step.calls if isinstance(c.target, kernel.FusedKernel)]
+    wrong = next(c.target for c in calls if (c.name in step.after_loss) == (half == "backward"))
+    right = wrong.compiled
+    object.__setattr__(wrong, "compiled", lambda args: [t * 1.01 for t in right(args)])
+    with pytest.warns(UserWarning, match="of .* regions run eager kernels.*from its value in float64"):
+        got = [results(model, found, BATCH) for _ in range(2)][-1]
+    assert wrong.source_name not in found.source
+    assert "fused_" in found.source
+    for n in expected:
+        torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
+
+
 class Outputs(nn.Module):
     """The gradients of its outputs have the strides and the presence that the caller chooses."""
 
