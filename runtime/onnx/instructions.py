@@ -20,7 +20,7 @@ class Instruction:
     row: Row
     """The op table's entry for its op and opset, with the function to call."""
     last: tuple[str, ...]
-    """The names of the values that no later node reads, which are freed after the node."""
+    """The values, neither outputs nor weights, that no later node reads; they are freed after the node."""
     statistics: tuple[tuple[int, str], ...]
     """For a batch norm in training form: pairs of an output's position and the name of the buffer whose
     content it replaces."""
@@ -34,7 +34,7 @@ class Instruction:
 
 
 def program_of(graph: Graph) -> tuple[Instruction, ...]:
-    """Return the nodes as instructions, each with the names of the values that no later node reads."""
+    """Return the nodes as instructions, each with the values, neither outputs nor weights, that no later node reads."""
     rows = [row_of(node) for node in graph.nodes]
     kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
     seen: set[str] = set()
