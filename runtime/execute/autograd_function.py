@@ -37,11 +37,11 @@ Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 
 
 class CompiledPlan:
-    """A plan that takes part in autograd: calling it runs the forward half and returns the outputs, whose backward
-    runs the backward half.
+    """A plan that takes part in autograd: calling it runs the forward half, and the outputs' backward the backward
+    half.
 
-    If it is compiled for any sizes it cannot be called, only the plans that `at` returns. Raises `ProblemError` if
-    the schedule or the lanes do not fit the step.
+    Compiled for any sizes, only plans from `at` can be called. Raises `ProblemError` if the schedule or the lanes do
+    not fit the step.
     """
 
     def __init__(

@@ -468,7 +468,7 @@ def _restore_strides(written: FunctionalTensor) -> None:
     """Give a tensor that is about to be changed in place eager mode's strides, if the last bits may depend on them."""
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
-    # The tracer has replaced the content by a new tensor of other strides.
+    # The tracer may have replaced the content by a new tensor of other strides.
     if now.stride() != written.stride() and not _in_whole_runs(written):
         laid = torch.ops.rematplan.laid.default(written, written.stride())
         functionalize_replace(written.elem, from_functional_tensor(laid.elem))

@@ -30,12 +30,12 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run ONNX Attention on q, k, v (batch, heads, steps, size) or (batch, steps, heads·size), with masks, caches
-    and grouped heads.
+    """Run ONNX Attention on q, k and v of shape (batch, heads, steps, size) or (batch, steps, heads·size).
 
-    Returns the result, keys and values with the past ones in front, and the scores if the node has that output.
-    ``lengths``: how many keys of each batch entry are no padding. Raises `ModelError` if heads do not divide
-    features.
+    Returns the result, keys and values with past ones, and the scores unless fused attention runs. Raises
+    `ModelError` if heads do not divide flat features.
+
+    ``lengths``: how many keys of each batch entry are no padding.
     """
     flat = q.dim() == 3
     if flat:

@@ -40,11 +40,11 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX LinearAttention: a state (key size × value size) of each head is updated step by step and multiplied
-    by the query.
+    """Run ONNX LinearAttention: update each head's state (key size × value size) step by step, and multiply it by
+    the query.
 
-    Returns the result (batch, steps, query heads · value size) and the last state. Raises `ModelError` if the rule
-    or the numbers of heads do not fit the inputs.
+    Returns the result (batch, steps, features) and the last state. Raises `ModelError` if the rule or the numbers of
+    heads do not fit.
     """
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
