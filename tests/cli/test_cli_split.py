@@ -1,0 +1,34 @@
+"""The option ``--split``, for an ONNX file too: the peak falls, and the step is verified within rounding."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES = {"depth": 1, "width": 16, "tokens": 32, "batch": 4, "vocabulary": 2000}
+QUICK = ("--costs", "roofline", "-S", "moves=2000")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rematplan.cli import main
+
+    path = tmp_path_factory.mktemp("split") / "gpt.onnx"
+    sizes = [text for name, n in SIZES.items() for text in ("--dim", f"{name}={n}")]
+    assert main(["export", "gpt12", *sizes, "-o", str(path)]) == 0
+    return path
+
+
+def peak(said: Any) -> int:
+    assert said.status == 0, said.err
+    return int(json.loads(said.out)["peak"])
+
+
+def test_an_onnx_file_is_split(file: Path, call: Callable[..., Any]) -> None:
+    asked = ("plan", file, "--dim", "batch=4", "--budget", "least", *QUICK, "--json")
+    assert peak(call(*asked, "--split", "loss=4")) < 0.7 * peak(call(*asked))
+    step = call("step", *asked[1:-1], "--split", "loss=4", "--verify", "--steps", "1")
+    assert step.status == 0
+    assert "as predicted" in " ".join(step.out.split())
