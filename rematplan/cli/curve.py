@@ -16,7 +16,15 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import Source, add_costs, add_model, is_problem, load
+from rematplan.cli.problem_source import (
+    Source,
+    add_costs,
+    add_kernels,
+    add_model,
+    costs_of,
+    is_problem,
+    load,
+)
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
@@ -101,6 +109,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"run up to {MEASURED_PLANS} of the best plans on this machine, {ROUNDS} times each, alternately",
     )
+    add_kernels(parser)
     add_strategy_options(parser)
 
 
@@ -110,12 +119,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.png, args.csv)
     if args.measure and is_problem(args):
         raise UsageError("--measure needs a model, and a problem file does not contain one")
+    if args.kernels != "eager" and (is_problem(args) or spanned(args)):
+        raise UsageError("--kernels needs a model at one size")
     if spanned(args):
         return draw_sizes(args, out)
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))
-    source = load(args, out, runs=args.measure)
+    source = with_kernels(load(args, out, runs=args.measure), args, out)
     if not (args.strategy or source.graph.inverses):
         del strategies[Reversible.name]  # without inverses it equals store_all
     trade_off = trace(source, strategies, budgets, out)
@@ -129,6 +140,26 @@ def run(args: argparse.Namespace, out: Output) -> int:
         document(trade_off) | {"files": {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}}
     )
     return 0
+
+
+def with_kernels(source: Source, args: argparse.Namespace, out: Output) -> Source:
+    """Return the problem of the step with the kernels that the arguments state."""
+    if args.kernels == "eager":
+        return source
+    from rematplan.plans.options import PlanOptions
+    from rematplan.plans.planner import Planner
+
+    loaded = source.loaded
+    assert loaded is not None
+    options = PlanOptions(
+        budget="100%", costs=costs_of(args), inverses=args.inverses, refine=False, kernels=args.kernels
+    )
+    planner = Planner(options, named=loaded.named)
+    with out.progress(f"compiling kernels of {source.graph.name}") as progress:
+        changed = planner.rewritten(loaded.bare)
+        graph = planner.problem(changed.step, progress)
+    loaded = replace(loaded, step=changed.step, inexact=bool(changed.notes))
+    return Source(graph, loaded, (*source.notes, *changed.notes))
 
 
 def trace(

@@ -18,7 +18,7 @@ from rematplan.cli.arguments import (
     strategy_options,
 )
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load
+from rematplan.cli.problem_source import Source, add_costs, add_kernels, add_model, costs_of, load
 from rematplan.cli.size_range import plan_sizes, spanned
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, save_problem
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
@@ -72,13 +72,7 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "how many parts; or a module and a number of parts, such as lm_head=8 or loss=8, which may be repeated; off "
         "(default) splits nothing. Gradients of weights in what is split are sums over parts, and differ by rounding",
     )
-    parser.add_argument(
-        "--kernels",
-        default="eager",
-        metavar="KIND",
-        help="eager (default), or fused: Inductor compiles one kernel for several neighbouring ops, between matrix "
-        "products, convolutions and attention. Results differ by rounding",
-    )
+    add_kernels(parser)
     add_strategy_options(parser)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rematplan.runtime.fuse.fuse_step import fused_step, name_of
-from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, fused_kernel
+from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, begin_kernel
 from rematplan.runtime.fuse.regions import Group, Region, Regions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 
@@ -22,26 +23,51 @@ class Kernels:
     failed: dict[str, str] = field(default_factory=dict)
     """Why a region could not be compiled, by its key."""
 
+    begun: dict[str, Callable[[], FusedKernel]] = field(default_factory=dict)
+    """What waits for the compilation of a region, by its key."""
+
+    def begin(self, step: CapturedStep, regions: Sequence[Region]) -> None:
+        """Begin to compile those of the regions that have no kernel yet. The first is compiled before the others: it
+        shows whether there is a compiler, and compiles headers for all."""
+        for region in regions:
+            ops = RegionOps(step, region)
+            key = ops.key
+            if not self.known and len(self.failed) >= GIVE_UP:
+                return
+            if key not in self.known and key not in self.failed and key not in self.begun:
+                with self._failing(key):
+                    self.begun[key] = begin_kernel(step, region, ops)
+                if not self.known:
+                    self._end(key)
+
     def of(self, step: CapturedStep, region: Region) -> FusedKernel:
         """Return the kernel of a region, compiled if there is none yet.
 
         Raises:
             CannotFuse: it cannot be compiled, no region could be, or its kernel was wrong in a training step.
         """
-        ops = RegionOps(step, region)
-        key = ops.key
-        if not self.known and len(self.failed) >= GIVE_UP:
-            raise CannotFuse(next(iter(self.failed.values())))
-        if key not in self.known and key not in self.failed:
-            try:
-                self.known[key] = fused_kernel(step, region, ops)
-            except Exception as error:  # a compiler may raise anything
-                self.failed[key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        key = RegionOps(step, region).key
+        self.begin(step, (region,))
+        self._end(key)
         if key in self.failed:
             raise CannotFuse(self.failed[key])
+        if key not in self.known:
+            raise CannotFuse(next(iter(self.failed.values())))
         if self.known[key].real.error:
             raise CannotFuse(self.known[key].real.error)
         return self.known[key]
+
+    def _end(self, key: str) -> None:
+        if key in self.begun:
+            with self._failing(key):
+                self.known[key] = self.begun.pop(key)()
+
+    @contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a compiler may raise anything
+            self.failed[key] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 KERNELS = Kernels()
@@ -81,6 +107,7 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
     while True:
         kept: dict[Region, FusedKernel] = {}
         found, failed = regions.regions(groups), len(failures)
+        kernels.begin(step, found)
         for region in found:
             try:
                 kept[region] = kernels.of(step, region)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -29,10 +31,15 @@ SETTINGS = {
 process. Versions that lack one do not need it."""
 
 
-def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile ops into kernels, or load them from Inductor's cache. ``ops``: a function of tensors like ``inputs``.
+def begin(
+    ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+) -> Callable[[], Compiled]:
+    """Begin to compile ops into kernels, or load them from Inductor's cache. Return a function that waits for them.
 
-    Raises any exception of Inductor, or of a version of PyTorch without a private name.
+    Inductor writes the source of the kernels now. Its compilers then run in threads, at most
+    ``torch._inductor.config.compile_threads`` at a time. ``ops``: a function of tensors like ``inputs``.
+
+    Raises any exception of Inductor, or of a version of PyTorch without a private name; so does the returned function.
     """
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one
@@ -42,10 +49,38 @@ def compiled(ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.
     results = [node.meta["val"] for node in output.args[0]]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     output.meta["original_output_strides"] = [t.stride() for t in results]
-    with torch.no_grad(), tracing(TracingContext(mode)), inductor_config.patch(settings):
+    with (
+        torch.no_grad(),
+        tracing(TracingContext(mode)),
+        inductor_config.patch(settings),
+        _without_waiting() as waits,
+    ):
         made = compat.compile_fx_inner(graph, fakes)
     run: Compiled = getattr(made, "current_callable", None) or made
-    return run
+
+    def end() -> Compiled:
+        while waits:
+            waits.pop()()
+        return run
+
+    return end
+
+
+@contextmanager
+def _without_waiting() -> Iterator[list[Callable[[], None]]]:
+    """Inductor does not wait for its compilers meanwhile. The list receives what waits for them."""
+    waits: list[Callable[[], None]] = []
+    before = compat.AsyncCompile.wait
+
+    # ``scope``: the names of a module of kernels. Waiting gives them their values.
+    def later(self: Any, scope: dict[str, Any]) -> None:
+        waits.append(partial(before, self, scope))
+
+    compat.AsyncCompile.wait = later  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        compat.AsyncCompile.wait = before  # type: ignore[method-assign]
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from rematplan.ir import ModelError
 from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
-from rematplan.runtime.fuse.inductor import Compiled, compiled
+from rematplan.runtime.fuse.inductor import Compiled, begin
 from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs, substitute
@@ -155,12 +155,23 @@ class FusedKernel:
         return self
 
 
-def fused_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> FusedKernel:
-    """Compile a region and try it on synthetic numbers; `CannotFuse` unless strides are as captured and results as
-    near to float64 as eager's."""
+def begin_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> Callable[[], FusedKernel]:
+    """Begin to compile a region, and return a function that waits for it and runs it on synthetic numbers: its results
+    must have the strides of the captured step, and be as near to those in float64 as the eager ops' are.
+
+    Raises:
+        CannotFuse: they do not.
+        Exception: Inductor cannot compile the region.
+    """
     with torch.random.fork_rng(devices=[]):
-        run = compiled(ops, ops.inputs)
-        return FusedKernel(ops.key, ops, run, *unprofiled(lambda: _tried(step, region, ops, run)))
+        end = begin(ops, ops.inputs)
+
+    def made() -> FusedKernel:
+        with torch.random.fork_rng(devices=[]):
+            run = end()
+            return FusedKernel(ops.key, ops, run, *unprofiled(lambda: _tried(step, region, ops, run)))
+
+    return made
 
 
 def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> tuple[int, int]:

@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from torch._functorch.partitioners import _size_of as node_bytes
     from torch._functorch.partitioners import estimate_runtime
     from torch._inductor import config as inductor_config
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
@@ -137,6 +138,7 @@ if TYPE_CHECKING:
     from torch.utils import _device as device_mode
 
 LATER = {
+    "AsyncCompile": ("torch._inductor.async_compile", "AsyncCompile"),
     "CustomKnapsackSolver": ("torch._inductor.custom_graph_pass", "CustomKnapsackSolver"),
     "CustomPartitionerFn": ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     "DispatchKeySet": ("torch._C", "DispatchKeySet"),
@@ -235,6 +237,7 @@ __all__ = [
     "PUSH_SAVED_TENSORS_HOOKS",
     "STEPS_COPY_RANDOM_STATE",
     "TESTED",
+    "AsyncCompile",
     "AutoDispatchBelowAutograd",
     "CompileContext",
     "CustomKnapsackSolver",

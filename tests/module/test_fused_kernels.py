@@ -115,9 +115,33 @@ def test_the_distance_to_float64_is_at_most_four_times_that_of_eager_mode(model:
 
 def test_a_kernel_is_compiled_once(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     planned(model, BATCH)
-    monkeypatch.setattr(kernel, "compiled", None)
+    monkeypatch.setattr(kernel, "begin", None)
     found = planned(model, BATCH, budget="70%")
     assert "fused_" in found.source
+
+
+def test_compilers_run_at_the_same_time(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("known", "failed"):
+        monkeypatch.setattr(fuse.KERNELS, name, {})
+    events: list[str] = []
+    right = kernel.begin
+
+    def begin(*args: Any) -> Any:
+        events.append("begin")
+        end = right(*args)
+
+        def ended() -> Any:
+            events.append("end")
+            return end()
+
+        return ended
+
+    monkeypatch.setattr(kernel, "begin", begin)
+    with inductor_config.patch(compile_threads=3):
+        planned(model, BATCH)
+    # The first kernel shows whether there is a compiler.
+    assert events[:4] == ["begin", "end", "begin", "begin"]
+    assert events.count("begin") == events.count("end") == len(fuse.KERNELS.known)
 
 
 def test_the_cache_on_disk_serves_another_process(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +159,7 @@ def test_failing_compilations_leave_eager_kernels(model: Net, monkeypatch: pytes
     def failing(*_: Any) -> None:
         raise RuntimeError("no compiler\nand more")
 
-    monkeypatch.setattr(kernel, "compiled", failing)
+    monkeypatch.setattr(kernel, "begin", failing)
     for name in ("known", "failed"):
         monkeypatch.setattr(fuse.KERNELS, name, {})
     expected = results(model, model, BATCH)
@@ -149,13 +173,13 @@ def test_failing_compilations_leave_eager_kernels(model: Net, monkeypatch: pytes
 
 
 def test_a_kernel_with_wrong_numbers_is_not_used(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernel.compiled
+    right = kernel.begin
 
     def wrong(*args: Any) -> Any:
-        run = right(*args)
-        return lambda given: [t * 1.001 for t in run(given)]
+        end = right(*args)
+        return lambda: lambda given: [t * 1.001 for t in end()(given)]
 
-    monkeypatch.setattr(kernel, "compiled", wrong)
+    monkeypatch.setattr(kernel, "begin", wrong)
     for name in ("known", "failed"):
         monkeypatch.setattr(fuse.KERNELS, name, {})
     with pytest.warns(UserWarning, match="from its value in float64"):
@@ -345,6 +369,16 @@ def test_the_command_step_verifies_a_fused_plan(capsys: pytest.CaptureFixture[st
     assert "gpt12 (fused)" in said
 
 
+def test_the_command_curve_of_fused_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--costs", "roofline", "--strategy", "chen_sqrt", "--budget", "100%", "--kernels", "fused"]
+    assert main(["curve", "gpt12", *SMALL, *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gpt12 (fused): memory against time" in said
+    assert "fused kernels, whose results differ" in said
+
+
 def test_commands_refuse_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt12", *SMALL, "--budget", "90%", "--kernels", "fast"]) == 2
     assert "unknown kernels 'fast'; known: eager, fused" in capsys.readouterr().err
+    assert main(["curve", "gpt12", "--dim=batch=1..2", "--kernels", "fused"]) == 2
+    assert "--kernels needs a model at one size" in capsys.readouterr().err

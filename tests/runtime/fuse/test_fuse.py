@@ -5,6 +5,7 @@ The kernels here run the ops of their region one after the other, so nothing is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ class Uncompiled(Kernels):
     def __init__(self, workspace: int = 0, refused: str = "-") -> None:
         super().__init__()
         self.workspace, self.refused = workspace, refused
+
+    def begin(self, step: CapturedStep, regions: Sequence[Region]) -> None:
+        pass
 
     def of(self, step: CapturedStep, region: Region) -> FusedKernel:
         if any(self.refused in name for name in region.names):
