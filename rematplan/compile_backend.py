@@ -16,7 +16,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import PlanOptions, stated_strategy
+from rematplan.plans.options import EAGER_KERNELS, PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
@@ -83,6 +83,8 @@ class PlanningBackend:
                     "for each size"
                 )
             try:
+                if self.planner.options.fuses:
+                    raise NotSymbolic("fused kernels are those of one size")
                 return SymbolicGraph(self, module, inputs)
             except NotSymbolic as error:
                 self.reasons[str(error)] = None
@@ -121,6 +123,7 @@ class PlanningBackend:
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         planner = replace(self.planner, scope=self.scope(step, parameters))
         with unset_fake_temporarily(), disable_current_modes():
+            step = planner.rewritten(step).step
             plan = self.plan(planner, step)
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
@@ -205,6 +208,7 @@ def backend(
     policy: object = None,
     dynamic_shapes: bool | None = None,
     compiler: str = "eager",
+    kernels: str = EAGER_KERNELS,
     loss_memory: str | int | None = None,
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
@@ -221,7 +225,8 @@ def backend(
 
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
     reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
-    convolutions, which would take more memory than the plan.)
+    convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler ``eager``, which
+    then calls fused kernels; they are those of one size, so each size is compiled.
 
     With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo passes
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are
@@ -249,9 +254,14 @@ def backend(
         loss_memory=loss_memory,
         reserved=Reserved.of(reserved),
         on_infeasible=on_infeasible,
+        kernels=kernels,
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")
+    if compiler != "eager" and asked.fuses:
+        raise UsageError(
+            f"kernels='fused' cannot be combined with compiler={compiler!r}, which fuses ops itself"
+        )
     if dynamic_shapes not in (None, True, False):
         raise UsageError(
             "dynamic_shapes must be None or False here; torch.compile marks sizes with torch._dynamo.mark_dynamic"

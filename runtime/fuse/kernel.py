@@ -133,6 +133,10 @@ class FusedKernel:
         """Its name in generated code."""
         return f"fused_{self.key[:10]}"
 
+    @property
+    def __name__(self) -> str:
+        return self.source_name  # fx names a node's target by it
+
     def __str__(self) -> str:
         return f"fused_{self.key}"
 

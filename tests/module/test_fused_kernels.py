@@ -358,6 +358,29 @@ def test_unknown_kernels(model: Net) -> None:
         planned(model, BATCH, kernels="fast")
 
 
+def test_the_backend_of_torch_compile(model: Net) -> None:
+    torch._dynamo.reset()
+    plain = copy.deepcopy(model)
+    options = {"kernels": "fused", "costs": "roofline", "strategy": QUICK}
+    backend = rematplan.backend(budget="85%", **options)
+    compiled = torch.compile(model, backend=backend)
+    for batch in (BATCH, BATCH[:4], BATCH):
+        got, expected = results(model, compiled, batch), results(plain, plain, batch)
+        for n in expected:
+            torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
+    del got
+    assert len(backend.plans) == 2
+    assert list(backend.reasons) == ["fused kernels are those of one size"]
+    assert "(fused)" in str(backend.plans[0])
+    assert backend.plans[0].estimate.reruns
+    model.zero_grad(set_to_none=True)
+    fixed = BATCH.nbytes + sum(p.nbytes for p in model.parameters())
+    peak, _ = peak_above_entry(lambda: compiled(BATCH).backward(), torch.device("cpu"))
+    assert 0 <= backend.plans[0].peak - (fixed + peak) <= 64
+    with pytest.raises(UsageError, match="kernels='fused' cannot be combined with compiler='inductor'"):
+        rematplan.backend(budget="85%", compiler="inductor", **options)
+
+
 SMALL = [f"--dim={size}" for size in ("batch=1", "tokens=16", "depth=1", "width=16", "vocabulary=32")]
 
 
