@@ -22,6 +22,10 @@ Group: TypeAlias = tuple[str, ...]
 """The names of the ops of a region, in the captured order."""
 
 
+Place: TypeAlias = tuple[int, bool, bool]
+"""The level of an op, whether it belongs to the backward, and whether it runs after the loss."""
+
+
 @dataclass(frozen=True, eq=False)
 class Region:
     """Ops that one kernel computes, with what the kernel reads and returns."""
@@ -41,6 +45,10 @@ class Regions:
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
         self.maker = {r: c for c in step.calls for r in c.results if r}
+        self.readers: dict[str, list[Call]] = {}
+        for call in step.calls:
+            for value in dict.fromkeys(_read(call)):
+                self.readers.setdefault(value, []).append(call)
         self.position = {c.name: at for at, c in enumerate(step.calls)}
         returned = {step.values[o.value].storage for o in step.outputs if o.kind == "output"}
         self.fusible = {
@@ -53,11 +61,43 @@ class Regions:
 
     def find(self) -> tuple[Group, ...]:
         """Return the ops of the largest regions."""
+        place = self._places()
+        parents = {name: [p for p in self._parents(name) if place[p] == place[name]] for name in self.fusible}
+        return self._components(self._with_siblings(parents, place))
+
+    def _places(self) -> dict[str, Place]:
+        """Return, by fusible op, where it is computed. Regions consist of ops of one place."""
         level, late = self._levels(), self.step.after_loss
         place = {n: (level[n], self.step.call[n].backward, n in late) for n in self.fusible}
-        return self._components(
-            {name: [p for p in self._parents(name) if place[p] == place[name]] for name in self.fusible}
-        )
+        for call in reversed(self.step.calls):
+            # What only one place of the backward reads is computed there, so that no kernel writes it.
+            if call.name in place and call.backward and is_cheap(call):
+                readers = {place.get(r.name) for r in self._readers(call)}
+                (only,) = readers if len(readers) == 1 else (None,)
+                place[call.name] = only or place[call.name]
+        return place
+
+    def _with_siblings(
+        self, parents: Mapping[str, list[str]], place: Mapping[str, Place]
+    ) -> dict[str, list[str]]:
+        """Connect each pointwise op that would be no part of a region with one that reads the same numbers."""
+        connected = {name for child, found in parents.items() if found for name in (child, *found)}
+        reading: dict[tuple[Place, str], str] = {}
+        ordered = sorted(parents, key=self.position.__getitem__)
+        for name in sorted(ordered, key=connected.__contains__, reverse=True):
+            for value in self._operands(self.step.call[name]):
+                reading.setdefault((place[name], value), name)
+        found = {name: list(before) for name, before in parents.items()}
+        for name in ordered:
+            call = self.step.call[name]
+            if name in connected or not is_cheap(call):
+                continue
+            size = self.step.values[call.results[0] or ""].fake.numel()
+            for value in self._operands(call):
+                if self.step.values[value].fake.numel() == size and reading[place[name], value] != name:
+                    found[name].append(reading[place[name], value])
+                    break
+        return found
 
     def cut(self, group: Group) -> tuple[Group, ...]:
         """Return the ops of the regions of both halves of a region's ops. Ops that are alone are left out."""
@@ -133,6 +173,18 @@ class Regions:
         """Return the fusible ops whose results a call reads."""
         makers = [self.maker[v].name for v in self._operands(self.step.call[name]) if v in self.maker]
         return [maker for maker in makers if maker in self.fusible]
+
+    def _readers(self, call: Call) -> list[Call]:
+        """Return the calls that read a call's results, through views that a kernel can take."""
+        found: dict[str, Call] = {}
+        stack = [r for r in call.results if r]
+        while stack:
+            for reader in self.readers.get(stack.pop(), ()):
+                if is_inner_view(reader):
+                    stack += [r for r in reader.results if r]
+                else:
+                    found[reader.name] = reader
+        return list(found.values())
 
     def _region(self, names: Group, again: frozenset[str]) -> Region:
         inside, calls, inputs = set(names), dict[str, Call](), dict[str, None]()

@@ -16,6 +16,7 @@ from torch.nn import functional
 from rematplan.module.captures import capture_call
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.execute.compile import compile_halves
+from rematplan.runtime.fuse.computed_again import is_cheap
 from rematplan.runtime.fuse.fuse import FusedStep, Kernels, fuse
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps
 from rematplan.runtime.fuse.regions import Region, Regions
@@ -139,6 +140,43 @@ def test_the_same_bits_as_the_ops(step: CapturedStep, fused: FusedStep) -> None:
     expected, got = results(whole), results(fuse(whole, Uncompiled()).step)
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+class Gated(nn.Module):
+    """Root mean square norms and gated units, with a wide head."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width) for _ in range(3)) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 32 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate, up, down in self.layers:  # type: ignore[misc]
+            y = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+            x = x + down(functional.silu(gate(y)) * up(y))
+        return self.head(x).square().sum()
+
+
+def test_what_one_region_reads_and_pointwise_siblings_are_parts_of_it() -> None:
+    torch.manual_seed(0)
+    step = captured(Gated(), torch.randn(4, 6, 8))
+    fused = fuse(step, Uncompiled()).step
+    late = [c for c in fused.priced_calls if c.backward]
+    # Derivatives of squares, and both factors of each product's derivative; the loss is read outside.
+    alone = [c for c in late if c.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.pow.Tensor_Scalar)]
+    assert len(alone) == 1
+    readers: dict[str, set[str]] = {}
+    for call in fused.calls:
+        for ref in refs((call.args, call.kwargs)):
+            readers.setdefault(ref.value, set()).add(call.name)
+    kernels_ = {c.name: c for c in late if isinstance(c.target, FusedKernel)}
+    for call in kernels_.values():
+        (region,) = [call.target.ops.region]
+        only = set().union(*(readers.get(r, set()) for r in call.results if r))
+        assert not (len(only) == 1 and only <= kernels_.keys() and all(map(is_cheap, region.calls)))
+    assert no_recompute(problem(fused)).peak < no_recompute(problem(step)).peak
 
 
 def test_a_region_that_needs_more_than_each_op_is_cut(step: CapturedStep) -> None:
