@@ -31,7 +31,7 @@ def check_state_returns(
 
     The forward runs in eager mode to find out. Afterwards everything is as before.
     """
-    read = sorted(state.guarded)
+    read = sorted(state.moving)
     if not read:
         return
     seen = [_values(state, read)]

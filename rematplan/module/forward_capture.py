@@ -156,7 +156,7 @@ class Tracing:
             traced = capture_with_open_sizes(flat, self.batch, self.name, self.model, record.values, symbols)
         table = traced.table
         assert table
-        if record.state.guarded:
+        if record.state.moving:
             raise NotSymbolic("its forward changes Python state with which it computes")
         constants = open_constants(self._withheld(flat.constants), table)
         guard = record.guard(self.name).mapped(

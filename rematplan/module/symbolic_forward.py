@@ -173,7 +173,7 @@ def _open(constant: Any, table: ExpressionTable) -> Any:
     seen = isinstance(
         constant, (ResultTensor, ArgumentLeaf, ModuleTensor, Withheld, Write, *PLAIN)
     ) or hides_tensors(constant, called_later=True)
-    if not seen:
+    if not seen and type(constant) is not torch.Tensor:  # one that existed before: results have placeholders
         raise NotSymbolic(f"it gives a {type(constant).__name__}")
     return constant
 

@@ -40,7 +40,7 @@ from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_ite
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
 from rematplan.runtime.guards.read_numbers import ReadNumber
-from rematplan.runtime.guards.snapshots import UNSET
+from rematplan.runtime.guards.snapshots import UNSET, same
 from rematplan.runtime.guards.state_writes import KnownKeys, Write, assign
 from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, WRITERS, use_of, uses_of
 
@@ -84,6 +84,8 @@ class PythonState:
     progress: list[Any] = field(default_factory=list)
     unguarded: set[tuple[int, str]] = field(default_factory=set)
     guarded: set[tuple[int, str]] = field(default_factory=set)
+    settled: set[tuple[int, str]] = field(default_factory=set)
+    """Of the guarded names, those that are set to what they were: a list that is made again of the same entries."""
     conditions: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -222,6 +224,11 @@ class PythonState:
         owner = self.namespaces[at].owner
         return (None, name) if owner is None else (owner[0], ".".join((*owner[1], name)))
 
+    @property
+    def moving(self) -> set[tuple[int, str]]:
+        """The guarded names whose values the forward changes."""
+        return self.guarded - self.settled
+
     def of_holders(self) -> tuple[set[tuple[Owner, str]], set[tuple[Owner, str]]]:
         """Return the attributes of modules and records that the forward changes: those that a guard checks, and those
         that it does not check."""
@@ -255,7 +262,8 @@ class PythonState:
         for (name, iterator), before in zip(self.iterators, self.progress, strict=True):
             if progress(iterator) != before:
                 refuse_iterator(name, iterator)
-        self.unguarded, self.guarded, self.conditions, self.numbers = set(), set(), [], []
+        self.unguarded, self.guarded, self.settled = set(), set(), set()
+        self.conditions, self.numbers = [], []
         rebound = [(at, name) for at, n in enumerate(self.namespaces) for name in n.changed()]
         writes = [self._rebound(at, name) for at, name in rebound]
         self.conditions += self.counting.comparisons
@@ -293,6 +301,9 @@ class PythonState:
             self.unguarded.add((at, name))
         else:
             self.guarded.add((at, name))
+            inside = (self.contents.get(id(one)) for one in containers_in(before))
+            if same(now, before) and all(known and unchanged_content(*known) for known in inside):
+                self.settled.add((at, name))
         read = (at, name) in self.guarded
         how = "number" if type(now) is ReadNumber else "set"
         return Write(namespace.place, name, how, read=read), copied(plain(now))

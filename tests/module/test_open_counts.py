@@ -92,6 +92,32 @@ def test_one_capture_serves_all_counts(choose: Callable[[Tensor, Tensor], Tensor
     assert (stats.captures, stats.open_captures) == (1, 1)
 
 
+class Moving(Selecting):
+    """Makes a list of its anchors again in each call, as detectors do that move them to the batch's device."""
+
+    def __init__(self) -> None:
+        super().__init__(of_labels)
+        self.anchors = [torch.linspace(-1, 1, WIDTH), torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.anchors = [one.to(x.dtype) for one in self.anchors]
+        return super().forward(x * self.anchors[0] + self.anchors[1], labels)
+
+
+def test_state_that_is_set_to_what_it_was_is_served_by_one_capture() -> None:
+    plain = Moving()
+    ours = rematplan.plan_module(
+        copy.deepcopy(plain), masked(20), budget="1GiB", strategy="store_all", costs="roofline"
+    )
+    for chosen in (20, 17, 30):
+        equal_after(loss(*masked(chosen)), ours, plain)
+    stats = rematplan.planning(ours).stats()
+    assert (stats.captures, stats.open_captures) == (1, 1)
+    for one in (ours, plain):
+        one.anchors[0] = torch.full((WIDTH,), 0.5)
+    equal_after(loss(*masked(17)), ours, plain)
+
+
 def test_one_capture_serves_all_counts_and_lengths() -> None:
     ours, plain = planned(of_labels, *masked(20))
     for chosen, length in ((20, 12), (17, 9), (30, 14), (5, 12), (40, 20)):
