@@ -39,6 +39,10 @@ class NotCaptured(ModelError):
     """A model whose training step cannot be captured as a graph. Some of its modules may be."""
 
 
+class NoGradients(ModelError):
+    """A call of a model of which no output depends on a trainable parameter: it has no training step to plan."""
+
+
 class UsageError(RematplanError):
     """An option or argument that does not fit the model or the problem."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rematplan.ir import ModelError, NotCaptured, UsageError, show_bytes
+from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
@@ -176,7 +176,7 @@ class InPlace(HasRunner):
         runner = self._rematplan
         is_whole = self.modules is None and self.parts is None
         if not (is_whole and runner.plans) and (
-            runner.state_if_planned(original, flattened_call(args, kwargs)[0]) is None
+            runner.state_if_planned(original, *flattened_call(args, kwargs)) is None
         ):
             return runner(original, args, kwargs)
         if is_whole:
@@ -184,6 +184,8 @@ class InPlace(HasRunner):
                 if not runner.plans:
                     self._plan_whole(args, kwargs)
                 return runner(original, args, kwargs)
+            except NoGradients:
+                return runner.run_untrained(original, args, kwargs)
             except ModelError as error:
                 self._plan_in_parts(error)
         return self._in_parts(original, args, kwargs)

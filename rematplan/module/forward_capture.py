@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError, NotCaptured
+from rematplan.ir import ModelError, NoGradients, NotCaptured
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
 from rematplan.module.function_caches import empty_traced_caches
@@ -29,6 +29,7 @@ from rematplan.runtime.capture.hidden_tensors import (
 )
 from rematplan.runtime.capture.host_random import check_default_generator, no_host_draws
 from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
@@ -110,12 +111,16 @@ class Tracing:
         tensors of a trace."""
         try:
             return self._with_clean_caches()
+        except NoGradients:
+            raise
         except ModelError as error:
             raise NotCaptured(str(error)) from error.__cause__
 
     def _with_clean_caches(self) -> Found:
         try:
             return self._fixed()
+        except NoGradients:
+            raise
         except ModelError:
             if not empty_traced_caches():
                 raise
@@ -133,13 +138,22 @@ class Tracing:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):
                 flat = self._flat(record)
-                step = capture(flat, self.batch, self.name, self.model, record.values)
+                step = self._captured(flat, record.values)
 
         forward = self.original.forward
         check_state_returns(self.name, self.model, record.state, forward, args, kwargs, self.fixed)
         self._warn_of_lost(flat)
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
+
+    def _captured(self, flat: FlatModel, values: Any) -> CapturedStep:
+        """Capture the step; a call without gradients that returns an object with hidden tensors may have some."""
+        try:
+            return capture(flat, self.batch, self.name, self.model, values)
+        except NoGradients as error:
+            if any(hides_tensors(one, called_later=True) for one in flat.constants) or flat.attributes:
+                raise ModelError(str(error)) from None
+            raise
 
     def symbolic(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from rematplan.ir import ModelError, show_bytes
+from rematplan.ir import ModelError, NoGradients, show_bytes
 from rematplan.module.cached_plans import CachedPlans, CacheEntry, plan_key
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
@@ -80,6 +82,8 @@ class Runner:
         self.told_of_pending = False
         """Whether the warning was given that several calls before a backward exceed the budget together."""
         self.unplanned = UnplannedCalls(name)
+        self.untrained: deque[Hashable] = deque(maxlen=asked.max_plans)
+        """The latest kinds of calls of which no output depends on a trainable parameter."""
         self.prepared: tuple[Hashable, list[torch.Size]] | None = None
         """The key (`plan_key`) and the shapes of the first call for which a plan was made without running it; None once
         a step has run."""
@@ -97,7 +101,9 @@ class Runner:
         shared."""
         twin = copy.copy(self)
         twin.tree, twin.deferred = None, []
-        twin.unplanned = UnplannedCalls(self.name)
+        twin.unplanned, twin.untrained = UnplannedCalls(self.name), self.untrained.copy()
+        if not with_plans:
+            twin.untrained.clear()
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
         twin.captures = self.captures.copy(with_shapes=with_plans)
@@ -115,9 +121,9 @@ class Runner:
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
-        state = self.state_if_planned(original, leaves)
+        state = self.state_if_planned(original, leaves, spec)
         if state is None:
-            return original.plain(args, kwargs)
+            return self._unplanned(original, args, kwargs)
         self._check_first_order()
         check_saved_tensors_hooks(self.name)
         self.unplanned.begin_planned_call()
@@ -132,6 +138,8 @@ class Runner:
             try:
                 entry, flat = self._executed(original, leaves, spec, state, measures, assumed)
                 break
+            except NoGradients:
+                return self.run_untrained(original, args, kwargs)
             except OtherResults as other:
                 self._distrust(other)
             except guards.OtherOutcome as other:
@@ -148,14 +156,32 @@ class Runner:
             refill((args, kwargs), left)
         return results
 
-    def state_if_planned(self, original: Original, leaves: list[Any]) -> guards.ModuleState | None:
+    def state_if_planned(
+        self, original: Original, leaves: list[Any], spec: pytree.TreeSpec
+    ) -> guards.ModuleState | None:
         """Return the model's state, or None if the call runs without a plan: traced by another, or no tensor
-        requires a gradient."""
+        requires a gradient, or no output does."""
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return None  # torch.jit or torch.fx traces
         state = self._state(original)
         wanting = (t for t in (*state.named.values(), *tensors_in(leaves)) if t.requires_grad)
-        return None if type(next(wanting, None)) in _NOT_TO_PLAN else state
+        if type(next(wanting, None)) in _NOT_TO_PLAN:
+            return None
+        known = self.untrained and (guards.open_key(leaves, spec), state.key) in self.untrained
+        return None if known else state
+
+    def run_untrained(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of which no output depends on a trainable parameter, such as that of a frozen generator, without
+        a plan, as all later calls of its kind."""
+        leaves, spec = flattened_call(args, kwargs)
+        self.untrained.append((guards.open_key(leaves, spec), self._state(original).key))
+        return self._unplanned(original, args, kwargs)
+
+    def _unplanned(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model as it is; warn if a kind of call that was taken for untrained trains after all."""
+        call = partial(original.plain, args, kwargs)
+        what = f"a call of {self.name}"
+        return self.unplanned.tell(original.model, what, call) if self.untrained else call()
 
     def _executed(
         self,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, NoGradients
 from rematplan.module.cached_plans import plan_key
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
@@ -338,6 +338,8 @@ class Rehearsal:
                 return None
             try:
                 found = Captures(name, most=1).captured(tracing)
+            except NoGradients:
+                return None
             except ModelError as error:
                 if self.stated:
                     raise

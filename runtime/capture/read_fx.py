@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, NoGradients
 from rematplan.runtime.capture.buffer_slices import with_new_buffers
 from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
@@ -278,7 +278,7 @@ class _Reader:
             if isinstance(result, fx.Node) and not isinstance(result.meta.get("val"), SIZES) and found:
                 outputs.append(StepOutput(*found, self.alias.get(result.name, result.name)))
         if not any("gradient" in o.kind for o in outputs):
-            raise ModelError("no output of the model depends on a trainable parameter")
+            raise NoGradients("no output of the model depends on a trainable parameter")
         return (*outputs, *self.renewed)
 
 

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from same_bits import SETTINGS, X, planned_and_plain
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.module.captures import Captures
 
 
 class Net(nn.Module):
@@ -136,3 +138,93 @@ def test_methods_are_the_model_s() -> None:
         assert torch.equal(planned.loss(X), X.sum())
     finally:
         Net.loss = before
+
+
+class Pair(nn.Module):
+    """Two networks, of which a call runs one, as those of a generative adversarial network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8))
+        self.judged = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.made(x)
+
+
+def adversaries(model: Any, steps: int = 20) -> list[Tensor]:
+    """Train both networks by turns, each with the other one frozen; the frozen generator is called with gradients
+    enabled, as in tutorials."""
+    own = model.made, model.judged
+    optimizers = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in own]
+    x, losses = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), []
+    for at in range(steps):
+        for turn in (1, 0) if at % 2 else (0, 1):
+            own[1 - turn].requires_grad_(requires_grad=False)
+            made = model(x)
+            loss = model.judged(made).mean() if turn == 0 else model.judged(made.detach() - x).square().mean()
+            loss.backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+            own[1 - turn].requires_grad_()
+            losses.append(loss.detach())
+    return [*losses, *model.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("error:.*computes with parameters")
+@pytest.mark.parametrize("first", [0, 1], ids=["trained first", "frozen first"])
+def test_a_frozen_generator_of_a_planned_model_runs_as_it_is(first: int, monkeypatch: Any) -> None:
+    plain, planned = Pair(), rematplan.apply(Pair(), **{**SETTINGS, "budget": "100%"})
+    captures: list[Any] = []
+    capture = Captures._captured
+
+    def counted(*given: Any) -> Any:
+        captures.append(given)
+        return capture(*given)
+
+    monkeypatch.setattr(Captures, "_captured", counted)
+    for one in (plain, planned):
+        one.made.requires_grad_(requires_grad=not first)
+        one(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
+        one.made.requires_grad_()
+    found = adversaries(planned)
+    assert all(map(torch.equal, found, adversaries(plain)))
+    assert rematplan.planning(planned).plans
+    assert len(captures) <= 3  # of the trained and the frozen generator: each kind of call once
+
+
+def test_a_call_that_was_taken_for_untrained_and_trains_is_told_of() -> None:
+    class Sometimes(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.made(x) if switch else x * 2
+
+    switch: list[int] = []
+    model, x = rematplan.apply(Sometimes(), **{**SETTINGS, "budget": "100%"}), torch.randn(64, 8)
+    model(x)
+    switch.append(1)
+    with pytest.warns(
+        UserWarning, match="a call of Sometimes computes with parameters of the planned Sometimes"
+    ):
+        assert model(x).requires_grad
+
+
+def test_an_object_that_hides_its_tensors_is_not_taken_for_untrained() -> None:
+    class Output:
+        def __init__(self, made: Tensor) -> None:
+            self.made = made
+
+    class Hidden(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Any = Output(super().forward(x))
+            return hidden
+
+    model, plain = rematplan.apply(Hidden(), **{**SETTINGS, "budget": "100%"}), Hidden()
+    for one in (model, plain):
+        made: Any = one(torch.ones(64, 8))
+        made.made.square().sum().backward()
+    assert all(
+        (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert rematplan.planning(model).plans
