@@ -77,8 +77,8 @@ lraspp_mobilenet_v3_large fasterrcnn_mobilenet_v3_large_320_fpn fasterrcnn_resne
 keypointrcnn_resnet50_fpn retinanet_resnet50_fpn fcos_resnet50_fpn ssd300_vgg16 ssdlite320_mobilenet_v3_large
 raft_small r3d_18 mc3_18 r2plus1d_18 s3d swin3d_t mvit_v1_b
 """
-SMP = "unet unetplusplus manet linknet fpn pspnet pan deeplabv3 deeplabv3plus upernet segformer dpt"
-SIDES = {"mvit": 224, "maxvit": 224, "inception": 299}
+SMP = "unet unetplusplus manet linknet fpn pspnet pan deeplabv3 deeplabv3plus upernet segformer"
+SIDES = {"mvit": 224, "maxvit": 224, "s3d": 224, "inception": 299}
 """The sides of images of those models of torchvision that take no others, by the beginnings of their names."""
 VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d", "swin3d_t", "mvit_v1_b", "mvit_v2_s")
 
@@ -121,7 +121,8 @@ def of_smp(name: str) -> Made:
     import segmentation_models_pytorch as smp
 
     model = smp.create_model(name, encoder_name="resnet18", encoder_weights=None, classes=3)
-    return model, draws(2, 3, SIDE, SIDE)
+    side = 2 * SIDE if name == "pan" else SIDE
+    return model, draws(2, 3, side, side)
 
 
 SMALL: Mapping[str, Any] = {

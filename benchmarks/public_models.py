@@ -137,7 +137,7 @@ def tried(name: str, budgets: Sequence[str], time_limit: float) -> dict[str, Any
         ratio = found.peak / bound
         row[budget] = (f"{ratio:.3f}" if ratio else "every step made a plan") + " ABOVE" * (ratio > 1)
         row.setdefault("plan", "parts" if parts else "whole")
-        row.setdefault("eager", f"{found.peak / eager.peak:.2f}")
+        row.setdefault("eager", f"{found.peak / eager.peak:.2f}" if ratio else "")
         row.setdefault("first", f"{found.first:.1f}")
         row.setdefault("planned", f"{parts.last.plan.share:.0%}" if parts else "100%")
         row.setdefault("bits", "equal")

@@ -147,9 +147,11 @@ class CommonPlan:
         names = [[*dict.fromkeys(group.names)] for group in self.parts]
         shown = ", ".join(f"{one[0]}{f' and {len(one) - 1} equal' * (len(one) > 1)}" for one in names[:3])
         more = f", and {len(names) - 3} more" * (len(names) > 3)
+        told = [f"; not planned: {name} ({why})" for name, why in self.rehearsed.told.items()][:1]
+        others = f", and {len(self.rehearsed.told) - 1} more" * (len(self.rehearsed.told) > 1)
         return (
             f"planned in parts: {shown}{more}, {100 * self.share:.0f} % of the activations; the rest is charged "
-            f"{show_bytes(self.rest)}"
+            f"{show_bytes(self.rest)}{''.join(told)}{others}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,11 @@ from rematplan.runtime.graph.warn import warn
 
 SMALL = 1 / 64
 """The share of the bytes of all arguments below which the sizes of one are not compared."""
+
+MIXED = (
+    "it uses an input or a parameter several times that is used elsewhere, too, so its gradients would be summed in "
+    "another order"
+)
 
 
 class Division:
@@ -168,21 +174,22 @@ class PlannedParts:
         return self.last.plan
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        model = original.model
+        model, mixed = original.model, dict[str, str]()
         try:
             found = Rehearsal(model, self.parts, stated=self.error is None).run(original, args, kwargs)
             while found.mixed:
                 if self.error is None:
                     raise ModelError(
-                        f"{min(found.mixed)} uses an input or a parameter several times that is used elsewhere, too: "
-                        f"its gradients would be summed in another order; plan the modules inside of it, or around it"
+                        f"{min(found.mixed)}: {MIXED}; plan the modules inside of it, or around it"
                     )
                 self.parts = {name: part for name, part in self.parts.items() if name not in found.mixed}
+                mixed |= dict.fromkeys(sorted(found.mixed), MIXED)
                 found = Rehearsal(model, self.parts, stated=False).run(original, args, kwargs)
         except Exception as other:  # any exception of the user's model, or a part that has no placeholder
             if self.error is None or isinstance(other, RematplanError):
                 raise
             raise ModelError(f"{self.error}; nor in parts: {first_line(other)}") from other
+        found = replace(found, refused={**mixed, **found.refused})
         if found.calls:
             return found
         if self.error is None:

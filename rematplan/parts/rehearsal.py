@@ -47,6 +47,7 @@ from rematplan.runtime.graph.compat import disable_current_modes, pytree
 
 FEW = 2
 """The number of ops in a forward below which nothing can be saved by planning it."""
+TOO_SMALL, IS_EQUAL = "it is too small", "it equals a module that is not planned"
 PLACES = (ResultTensor, ArgumentLeaf, ModuleTensor)
 """What stands for a tensor among the results of a captured forward."""
 UNKNOWN = 2
@@ -143,6 +144,17 @@ class Rehearsed:
     """The names of parts with an input or a parameter that they use several times and that is used elsewhere, or in
     another call, too. Autograd adds the gradients of all uses one by one; a plan would add those inside of the part
     first, with other rounding errors."""
+
+    @property
+    def told(self) -> Mapping[str, str]:
+        """Of `refused`, what a user can act on: no part is inside of the module, and the reason is not that it is small
+        or equals another one."""
+        called = {name for name, _ in self.calls}
+        return {
+            name: why
+            for name, why in self.refused.items()
+            if why not in (TOO_SMALL, IS_EQUAL) and not inside(name, called)
+        }
 
     @property
     def rest(self) -> int:
@@ -334,7 +346,7 @@ class Rehearsal:
                     return group
             key = function, plan_key(leaves, spec, state)
             if key in self._failed:
-                self._refused[name] = "it equals a module that is not planned"
+                self._refused[name] = IS_EQUAL
                 return None
             try:
                 found = Captures(name, most=1).captured(tracing)
@@ -424,7 +436,7 @@ def _unsuitable(found: Found) -> str:
     if found.guard.decided.entries:
         return "it decides by values or draws, and each outcome needs a capture"
     few = sum(not call.is_view and not call.backward for call in found.step.calls) < FEW
-    return "it is too small" if few else ""
+    return TOO_SMALL if few else ""
 
 
 def repeated_bytes(parts: Mapping[str, nn.Module], calls: Iterable[str]) -> int:

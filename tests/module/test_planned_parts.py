@@ -349,6 +349,9 @@ def test_a_module_that_changes_an_object_is_no_part() -> None:
     names = {name for name, _ in planned(model).rehearsed.calls}
     assert {f"tail.{k}" for k in range(3)} <= names
     assert not {name for name in names if name.startswith("blocks") and name.count(".") < 2}
+    text = planned(model).text()
+    assert "; not planned: blocks.0 (the forward changes an object that it is called with, a Cache" in text
+    assert "use_cache=False" in text
 
 
 def test_a_model_that_changes_an_object_is_refused_and_leaves_it_as_it_was() -> None:
@@ -381,6 +384,7 @@ def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[B
     in_parts(model, "1MiB")
     same_steps(model, plain, 4)
     assert all("blocks.1" not in group.names for group in planned(model).parts)
+    assert "; not planned: blocks.1 (it uses an input or a parameter several times" in planned(model).text()
     named, _ = made(kind)
     in_parts(named, "1MiB", modules="blocks.1")
     with pytest.raises(ModelError, match="uses an input or a parameter several times"):
