@@ -22,23 +22,26 @@ class ModuleTensors:
         self.modules = [object.__getattribute__(module, "__dict__") for module in model.modules()]
         self.names = [name for name, _ in model.named_modules()]
         self.before = [
-            (dict(m["_buffers"]), tuple(m["_parameters"]), tuple(m["_modules"])) for m in self.modules
+            (dict(m["_buffers"]), tuple(m["_parameters"]), dict(m["_modules"])) for m in self.modules
         ]
 
     def changes(self) -> list[tuple[Write, Any]]:
         """Return the buffers that the forward added or replaced, each with its tensor; `ModelError` for a new
-        parameter or submodule."""
+        parameter and for another submodule."""
         found = []
         for at, (now, (buffers, parameters, modules)) in enumerate(
             zip(self.modules, self.before, strict=True)
         ):
-            for kind, earlier in (("parameter", parameters), ("submodule", modules)):
-                new = [name for name in now[f"_{kind.replace('sub', '')}s"] if name not in earlier]
+            made = {
+                "makes the parameter": [name for name in now["_parameters"] if name not in parameters],
+                "makes or replaces the submodule": [
+                    name for name, part in now["_modules"].items() if part is not modules.get(name)
+                ],
+            }
+            for what, new in made.items():
                 if new:
                     path = f"{self.names[at]}.{new[0]}".lstrip(".")
-                    raise ModelError(
-                        f"the forward makes the {kind} {path}; call the model once before it is planned"
-                    )
+                    raise ModelError(f"the forward {what} {path}; call the model once before it is planned")
             for name, tensor in now["_buffers"].items():
                 if _is_other(tensor, buffers.get(name)):
                     found.append((Write(Buffers(at), name, "set"), tensor))

@@ -312,6 +312,26 @@ def test_a_refusal_names_the_way_in_parts_or_why_there_is_none() -> None:
         run(in_parts(model, "1MiB"), *batch(0))
 
 
+class Replacing(Base):
+    """Replaces a module in its first call, and remembers that."""
+
+    ready = False
+
+    def body(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.blocks[1].drop, self.ready = nn.Dropout(0.5), True
+        return super().body(x)
+
+
+def test_a_forward_that_replaces_a_module_is_refused_and_planned_in_parts() -> None:
+    with pytest.raises(
+        NotCaptured, match=r"replaces the submodule blocks\.1\.drop; call the model once before"
+    ):
+        rematplan.plan_module(Replacing(), batch(0), budget="1MiB", costs="roofline")
+    model, plain = made(Replacing)
+    same_steps(in_parts(model, "1MiB"), plain, 4)
+
+
 class Cache:
     """What layers have computed, as a list in an object."""
 
