@@ -158,13 +158,14 @@ class FlatModel(nn.Module):
                 f"the forward changes an object that it is called with, a {type(changed[0]).__name__}; return what it "
                 f"computes (a cache of keys and values is not needed in training: use_cache=False)"
             )
-        changes = [*self._state.changes(), *tensors_of.changes()]
+        renewed = tensors_of.changes()
+        changes = [*self._state.changes(), *renewed]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])
             for name, t in slots(self.model).items()
-            if name in self._names
+            if name in self._names and all(t is not new for _, new in renewed)
         }
         names |= {id(t): ArgumentLeaf(at) for at, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         writes = [(write, _named(write, value, names)) for write, value in changes]

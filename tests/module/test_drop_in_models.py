@@ -221,6 +221,26 @@ def test_buffers_that_are_sized_in_the_first_step() -> None:
     assert planned.low.shape == (16,)
 
 
+class Table(nn.Linear):
+    """Replaces a buffer by a table of its input's size, unless it has that size."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("table", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != len(x):
+            self.table = torch.arange(len(x), dtype=torch.float32)[:, None].sqrt()
+        return super().forward(x).tanh() * self.table
+
+
+def test_a_buffer_that_a_forward_replaces_by_another_size_is_replaced() -> None:
+    planned, plain = planned_and_plain(nn.Sequential(Table(), nn.Linear(16, 16)))
+    for _ in range(3):
+        equal_after(step, planned, plain)
+    assert planned[0].table.shape == (len(X), 1)
+
+
 def test_an_op_that_renews_buffers_runs_again() -> None:
     torch.manual_seed(0)
     planned, plain = planned_and_plain(nn.Sequential(*(Quantised() for _ in range(4))))
