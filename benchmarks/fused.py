@@ -1,6 +1,6 @@
 """Plans with fused kernels against `torch.compile` and its budgets, on this CPU.
 
-usage: python benchmarks/fused.py [gpt llama resnet18 ...] [--rounds 7] [--time-limit 8]
+usage: python benchmarks/fused.py [gpt llama resnet18 resnet50 unet vit ...] [--rounds 7] [--time-limit 8]
 
 One run measures all in turn, and prints, for each model, a line for eager mode, for `torch.compile`, for its
 ``activation_memory_budget`` of .7, .5 and .3, and for plans with fused kernels: without recomputation, at the measured
@@ -64,10 +64,31 @@ def pictures(network: nn.Module, batch: int, size: int) -> tuple[WithLoss, Batch
     return WithLoss(network), (torch.randn(batch, 3, size, size), torch.randint(100, (batch,)))
 
 
+class ChannelsLast(nn.Module):
+    """A network whose scores of pixels are returned with the classes as their last dimension."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores (N, H, W, classes)."""
+        scores: Tensor = self.network(x).movedim(1, -1)
+        return scores
+
+
+def segmentation(network: nn.Module, batch: int, size: int) -> tuple[WithLoss, Batch]:
+    """Return a segmentation network with two classes and its loss, and a batch of square pictures."""
+    labels = torch.randint(2, (batch, size, size))
+    return WithLoss(ChannelsLast(network)), (torch.randn(batch, 3, size, size), labels)
+
+
 MODELS: dict[str, Callable[[], tuple[WithLoss, Batch]]] = {
     "gpt": lambda: text(build("gpt12", tokens=256, depth=4, width=192, vocabulary=2048)),
     "llama": lambda: text(LlamaLike(tokens=256, depth=4, width=192, heads=6, groups=2, vocabulary=2048)),
     "resnet18": lambda: pictures(build("resnet18", image=64, width=32, classes=100), 16, 64),
+    "resnet50": lambda: pictures(build("resnet50", image=64, width=32, classes=100), 16, 64),
+    "unet": lambda: segmentation(build("unet", width=16, image=64), 4, 64),
     "vit": lambda: pictures(build("vit_s", image=96, depth=4, width=192, classes=100), 16, 96),
 }
 
