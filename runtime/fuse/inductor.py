@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
@@ -68,13 +69,16 @@ def begin(
 
 @contextmanager
 def _without_waiting() -> Iterator[list[Callable[[], None]]]:
-    """Inductor does not wait for its compilers meanwhile. The list receives what waits for them."""
+    """Inductor does not wait for its compilers meanwhile in this thread. The list receives what waits for them."""
     waits: list[Callable[[], None]] = []
-    before = compat.AsyncCompile.wait
+    before, here = compat.AsyncCompile.wait, get_ident()
 
     # ``scope``: the names of a module of kernels. Waiting gives them their values.
     def later(self: Any, scope: dict[str, Any]) -> None:
-        waits.append(partial(before, self, scope))
+        if get_ident() == here:
+            waits.append(partial(before, self, scope))
+        else:
+            before(self, scope)
 
     compat.AsyncCompile.wait = later  # type: ignore[method-assign]
     try:

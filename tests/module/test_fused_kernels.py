@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ import rematplan
 from rematplan.cli import main
 from rematplan.ir import UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.fuse import fuse, kernel
+from rematplan.runtime.fuse import fuse, inductor, kernel
+from rematplan.runtime.graph import compat
 from rematplan.runtime.graph.compat import inductor_config
 
 pytestmark = pytest.mark.skipif(
@@ -142,6 +144,19 @@ def test_compilers_run_at_the_same_time(model: Net, monkeypatch: pytest.MonkeyPa
     # The first kernel shows whether there is a compiler.
     assert events[:4] == ["begin", "end", "begin", "begin"]
     assert events.count("begin") == events.count("end") == len(fuse.KERNELS.known)
+
+
+def test_compilations_of_other_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(compat.AsyncCompile, "wait", lambda self, scope: waited.append(scope))
+    with inductor._without_waiting() as waits:
+        compat.AsyncCompile.wait("compilers", "here")  # type: ignore[arg-type]
+        other = Thread(target=compat.AsyncCompile.wait, args=("compilers", "there"))
+        other.start()
+        other.join()
+    assert (waited, len(waits)) == (["there"], 1)
+    waits[0]()
+    assert waited == ["there", "here"]
 
 
 def test_the_cache_on_disk_serves_another_process(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
