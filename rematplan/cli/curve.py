@@ -26,12 +26,14 @@ from rematplan.cli.problem_source import (
     load,
 )
 from rematplan.cli.size_range import draw_sizes, spanned
-from rematplan.ir import UsageError, show_bytes
+from rematplan.ir import TrainingGraph, UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
+from rematplan.planner.annealing.filling import plans_between
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.bounds.bound_search import lower_bound
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy, pareto
 from rematplan.planner.registry import STRATEGIES
@@ -50,12 +52,15 @@ MEASURED_PLANS = 5
 """The number of plans along the best curve that ``--measure`` runs."""
 ROUNDS = 5
 """How many times ``--measure`` runs each plan, alternately with the others."""
-FLOORS, FLOOR_SHARE = 10, 0.3
+FLOORS, FLOOR_SHARE = 10, 0.2
 """The picture shows proven lower bounds of the overhead at ``FLOORS`` + 1 budgets. The proofs take the share
 ``FLOOR_SHARE`` of a curve's time limit."""
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.2
 """The time for finding plans with the smallest peak, as a share of a curve's time limit. It is spent in addition to
 that limit."""
+FILLED, FILL_SHARE = 30, 0.15
+"""The curve has plans at up to ``FILLED`` further budgets, from the smallest peak up. Their search takes the share
+``FILL_SHARE`` of a curve's time limit, in addition to that limit."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,18 @@ def trace(
                 for kind in lean
             ]
         curves[name] = pareto([*curves[name], *found])
+    for name, searcher in searching[:1]:
+        curves[name] = pareto([*curves[name], *_between(source.graph, searcher, curves[name])])
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
+
+
+def _between(graph: TrainingGraph, searcher: Auto | Anneal, known: Sequence[Plan]) -> list[Plan]:
+    """Return plans between the known ones; none if the order of first runs must be kept."""
+    moves = searcher.counted if isinstance(searcher, Auto) else searcher.moves
+    effort = Effort(FILL_SHARE * searcher.time_limit, int(FILL_SHARE * moves))
+    return (
+        [] if searcher.keep_order else plans_between(graph, known, effort, count=FILLED, seed=searcher.seed)
+    )
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:

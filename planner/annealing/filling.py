@@ -1,0 +1,46 @@
+"""Plans at evenly spaced budgets between known ones: one annealing serves them all.
+
+It begins at the smallest known peak, and the budget rises step by step. Each sequence starts from the cheapest known
+one that fits, so it always fits, and only loses recomputations that more memory makes needless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rematplan.ir import TrainingGraph
+from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.cooling_schedule import WITH_PHASES
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.plan import Plan, by_cost, by_peak, plan_from_runs
+from rematplan.planner.core.schedule import runs_of
+
+NAME = "anneal"
+
+
+def plans_between(
+    graph: TrainingGraph, known: Sequence[Plan], effort: Effort, *, count: int, seed: int = 0
+) -> list[Plan]:
+    """Return plans cheaper than those known, at up to ``count`` budgets from the smallest known peak up to that of the
+    cheapest plan, with equal efforts."""
+    annealer, found = Annealer(graph, seed), list[Plan]()
+    low, high = min(known, key=by_peak).peak, min(known, key=by_cost).peak
+    for k in range(count):
+        budget = low + (high - low) * k // count
+        start = min((plan for plan in (*known, *found) if plan.peak <= budget), key=by_cost)
+        if not annealer.accepts(runs_of(start.schedule)):
+            continue
+        annealer.load(runs_of(start.schedule), budget)
+        _cool(annealer, len(graph.ops), effort.part(effort.left / (count - k)))
+        plan = plan_from_runs(graph, annealer.tidied(annealer.best(), budget), NAME, budget=budget)
+        found += [plan] if plan.estimate.cost < start.estimate.cost else []
+    return found
+
+
+def _cool(annealer: Annealer, ops: int, effort: Effort) -> None:
+    """Anneal the loaded sequence from the temperature of a reheated round, for the whole effort."""
+    warm, cold = WITH_PHASES.reheat * WITH_PHASES.hot(ops), WITH_PHASES.last_heat
+    while not effort.over:
+        heat, clock = warm * (cold / warm) ** effort.share_spent, time.thread_time()
+        effort.made(annealer.cool(effort.next_slice(effort.left), heat, heat), time.thread_time() - clock)
