@@ -231,6 +231,12 @@ class InPlace(HasRunner):
     def _parts(self, error: ModelError | None = None) -> PlannedParts:
         """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried."""
         self.check_parts()
+        if sharded := _sharded_inside(self.model):
+            named = f"{', '.join(sharded[:2])}{' and others' * (len(sharded) > 2)}"
+            raise ModelError(
+                f"FSDP2 gathers the weights of {named} one by one, so this {type(self.model).__name__} has no common "
+                f"plan; plan each of these modules: rematplan.apply(model.get_submodule({sharded[0]!r}), budget=...)"
+            )
         names = self.modules
         found = {n: self.model.get_submodule(n) for n in names} if names else modules_to_try(self.model)
         return PlannedParts(self.asked.options, found, error)
@@ -291,6 +297,14 @@ class InPlace(HasRunner):
         self.model, self.asked, self.modules, self.replaced, self.active = state
         self.seen, self.parts = None, None
         self._rematplan = self._new_runner()
+
+
+def _sharded_inside(model: nn.Module) -> list[str]:
+    """Return the names of the inner modules whose parameters FSDP2 gathers apart. A rehearsal would free those of the
+    outer ones, and only some processes may need it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    parts = model.named_modules() if fsdp else ()
+    return [name for name, part in parts if name and isinstance(part, fsdp.FSDPModule)]  # type: ignore[union-attr]
 
 
 def _called(frame: FrameType | None) -> Any:

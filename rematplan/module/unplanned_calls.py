@@ -45,11 +45,12 @@ class UnplannedCalls:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Warn if a backward gives a gradient to one of the model's parameters before any planned module was called."""
-        before = _planned_calls
+        before, told = _planned_calls, False
 
         def tell(_: torch.Tensor) -> None:
-            self._end_watch()
-            if _planned_calls == before:
+            nonlocal told
+            is_first, told = not told, True  # no hook is removed here: FSDP2 may be iterating over them
+            if is_first and _planned_calls == before:
                 warn(
                     f"a backward gave gradients to parameters of {self.name}, whose planned forward has not run: "
                     f"{_NO_PLAN}; call the planned module itself, not its original model, a part or a method"

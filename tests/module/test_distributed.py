@@ -7,6 +7,7 @@ from forks import run_scripts
 WAYS = (
     *("data_parallel", "sharded", "sharded_units"),
     *("copies, planned before", "copies, planned after", "shards, planned before", "shards, planned after"),
+    "units, planned after",
 )
 HERE = Path(__file__).parent
 
