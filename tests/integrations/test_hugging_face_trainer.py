@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,26 @@ def test_training_resumes_and_saved_names_are_the_models(tmp_path: Path) -> None
     resumed.save_model(str(tmp_path / "saved"))
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert all(map(torch.equal, loaded.state_dict().values(), plain.model.state_dict().values()))
+
+
+def test_what_is_pushed_to_the_hub_has_the_models_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[str] = []
+
+    class Hub:
+        def create_repo(self, name: str, **_: Any) -> Any:
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, *, folder_path: str, **_: Any) -> None:
+            pushed.append(folder_path)
+
+    monkeypatch.setattr(budgets.trainer, "hf_api", Hub)
+    once = {"max_steps": 2, "hub_model_id": "someone/model"}
+    run(tmp_path, network(), [callback()], **once).push_to_hub()
+    loaded, info = transformers.GPT2LMHeadModel.from_pretrained(pushed[0], output_loading_info=True)
+    assert list(loaded.state_dict()) == list(network().state_dict())
+    assert not info["unexpected_keys"]
 
 
 def test_adapters_on_a_frozen_base_are_planned(tmp_path: Path) -> None:
