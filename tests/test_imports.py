@@ -36,7 +36,17 @@ WALLS = {
     "models": Wall(("rematplan.models",), ("torch",)),
     "rematplan": Wall(
         ("rematplan",),
-        ("matplotlib", "numpy", "onnx", "plotly", "pytorch_lightning", "rich", "torch", "transformers"),
+        (
+            "matplotlib",
+            "numpy",
+            "onnx",
+            "plotly",
+            "pytorch_lightning",
+            "rich",
+            "torch",
+            "torchtitan",
+            "transformers",
+        ),
     ),
 }
 
@@ -102,6 +112,7 @@ ONLY_IN = {
     "onnx_ir": ("ir/onnx/*.py",),
     "platformdirs": ("ir/cache_folder.py",),
     "pytorch_lightning": ("rematplan/integrations/lightning.py",),
+    "torchtitan": ("rematplan/integrations/torchtitan.py",),
     "transformers": ("rematplan/integrations/transformers.py",),
     "ortools": (
         "planner/ilp/solver.py",
