@@ -211,7 +211,13 @@ def test_third_party_doors() -> None:
 def test_every_package_that_is_imported_is_a_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["transformers"], *extras["lightning"], *extras["report"]]
+    needed = [
+        *project["dependencies"],
+        *extras["transformers"],
+        *extras["lightning"],
+        *extras["report"],
+        *extras["torchtitan"],
+    ]
     declared = {re.split(r"[<>=!~;\[ ]", text)[0].replace("-", "_") for text in needed}
     used = {name.split(".")[0] for file in FILES for _, name in imported(ROOT / file)}
     assert used - set(sys.stdlib_module_names) - {"rematplan"} <= declared
