@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rematplan.runtime.execute.autograd_function import NODES
-from rematplan.runtime.graph.compat import any_mode, disable_dynamo, pytree
+from rematplan.runtime.graph.compat import any_mode, at_end_of_backward, disable_dynamo, pytree
 from rematplan.runtime.graph.warn import warn
 
 _NO_PLAN = "that part of the step has no plan and may exceed the budget"
@@ -49,8 +49,12 @@ class UnplannedCalls:
 
         def tell(_: torch.Tensor) -> None:
             nonlocal told
-            is_first, told = not told, True  # no hook is removed here: FSDP2 may be iterating over them
-            if is_first and _planned_calls == before:
+            if told:
+                return
+            told = True
+            # FSDP2 may be iterating over the hooks, so they are removed when the backward ends.
+            at_end_of_backward(self._end_watch)
+            if _planned_calls == before:
                 warn(
                     f"a backward gave gradients to parameters of {self.name}, whose planned forward has not run: "
                     f"{_NO_PLAN}; call the planned module itself, not its original model, a part or a method"

@@ -108,6 +108,7 @@ try:
     from torch.utils._sympy.printers import PythonPrinter
 
     DelayedError = _functions.DelayedError  # its module cannot be imported by name
+    at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 except (ImportError, AttributeError) as error:
     raise _missing(str(error)) from error
 
@@ -269,6 +270,7 @@ __all__ = [
     "any_mode",
     "aot_autograd",
     "aot_export_joint_with_descriptors",
+    "at_end_of_backward",
     "boxed_nop",
     "c_autograd",
     "clear_cublas_workspaces",
