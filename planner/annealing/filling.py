@@ -15,15 +15,25 @@ from rematplan.planner.annealing.cooling_schedule import WITH_PHASES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_cost, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.strategy import INTERRUPTS, Progress, silent
 
 NAME = "anneal"
 
 
 def plans_between(
-    graph: TrainingGraph, known: Sequence[Plan], effort: Effort, *, count: int, seed: int = 0
+    graph: TrainingGraph,
+    known: Sequence[Plan],
+    effort: Effort,
+    progress: Progress = silent,
+    *,
+    count: int,
+    seed: int = 0,
 ) -> list[Plan]:
     """Return plans cheaper than those known, at up to ``count`` budgets from the smallest known peak up to that of the
-    cheapest plan, with equal efforts."""
+    cheapest plan, with equal efforts.
+
+    Ctrl-C ends the search; the plans found so far are returned.
+    """
     annealer, found = Annealer(graph, seed), list[Plan]()
     low, high = min(known, key=by_peak).peak, min(known, key=by_cost).peak
     for k in range(count):
@@ -31,8 +41,12 @@ def plans_between(
         start = min((plan for plan in (*known, *found) if plan.peak <= budget), key=by_cost)
         if not annealer.accepts(runs_of(start.schedule)):
             continue
-        annealer.load(runs_of(start.schedule), budget)
-        _cool(annealer, len(graph.ops), effort.part(effort.left / (count - k)))
+        try:
+            progress(k / count, "filling the curve")
+            annealer.load(runs_of(start.schedule), budget)
+            _cool(annealer, len(graph.ops), effort.part(effort.left / (count - k)))
+        except INTERRUPTS:
+            break
         plan = plan_from_runs(graph, annealer.tidied(annealer.best(), budget), NAME, budget=budget)
         found += [plan] if plan.estimate.cost < start.estimate.cost else []
     return found

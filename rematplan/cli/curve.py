@@ -35,7 +35,7 @@ from rematplan.planner.bounds.bound_search import lower_bound
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Strategy, pareto
+from rematplan.planner.core.strategy import Progress, Strategy, pareto
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
@@ -192,17 +192,20 @@ def trace(
             ]
         curves[name] = pareto([*curves[name], *found])
     for name, searcher in searching[:1]:
-        curves[name] = pareto([*curves[name], *_between(source.graph, searcher, curves[name])])
+        with out.progress(f"filling the curve of {source.graph.name}") as progress:
+            curves[name] = pareto([*curves[name], *_between(source.graph, searcher, curves[name], progress)])
     return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
 
 
-def _between(graph: TrainingGraph, searcher: Auto | Anneal, known: Sequence[Plan]) -> list[Plan]:
+def _between(
+    graph: TrainingGraph, searcher: Auto | Anneal, known: Sequence[Plan], progress: Progress
+) -> list[Plan]:
     """Return plans between the known ones; none if the order of first runs must be kept."""
+    if searcher.keep_order:
+        return []
     moves = searcher.counted if isinstance(searcher, Auto) else searcher.moves
     effort = Effort(FILL_SHARE * searcher.time_limit, int(FILL_SHARE * moves))
-    return (
-        [] if searcher.keep_order else plans_between(graph, known, effort, count=FILLED, seed=searcher.seed)
-    )
+    return plans_between(graph, known, effort, progress, count=FILLED, seed=searcher.seed)
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:

@@ -44,3 +44,20 @@ def test_counted_moves_fill_the_same_curve_however_busy_the_machine_is(
     quiet, real = found(), time.thread_time
     monkeypatch.setattr(module.time, "thread_time", lambda: 100 * real())
     assert found() == quiet
+
+
+def test_ctrl_c_keeps_the_plans_found_so_far() -> None:
+    graph = problems.residual((3, 4))
+    base = no_recompute(graph)
+    known = [find_smallest_peak(graph, Effort(moves=10_000)), base]
+    whole = plans_between(graph, known, Effort(moves=60_000), count=12)
+
+    def press(done: float, _: str) -> None:
+        if done >= 0.5:
+            raise KeyboardInterrupt
+
+    some = plans_between(graph, known, Effort(moves=60_000), press, count=12)
+    assert 0 < len(some) < len(whole)
+    assert [runs_of(plan.schedule) for plan in some] == [
+        runs_of(plan.schedule) for plan in whole[: len(some)]
+    ]
