@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -159,14 +160,14 @@ def compiled(model: WithLoss, batch: Batch, budget: float) -> Measured:
     return Measured(name, run, peak_of(run, model, batch), compilation=seconds)
 
 
-def planned(model: nn.Module, batch: Batch, budget: int | str, name: str, limit: float) -> Measured | None:
-    """Measure a plan with fused kernels; None if no plan fits."""
+def planned(
+    model: nn.Module, batch: Batch, budget: int | str, name: str, limit: float, **options: str
+) -> Measured | None:
+    """Measure a plan with these options of `plan_module`; None if no plan fits. ``limit``: seconds of search."""
     model = copy.deepcopy(model)
     strategy = rematplan.Auto(time_limit=limit)
     try:
-        found = rematplan.plan_module(
-            model, batch, budget=budget, kernels="fused", strategy=strategy, refine=False
-        )
+        found = rematplan.plan_module(model, batch, budget=budget, strategy=strategy, refine=False, **options)
     except InfeasibleBudget as error:
         print(f"{name}: {error}")
         return None
@@ -193,10 +194,10 @@ def table(model: WithLoss, batch: Batch, limit: float, rounds: int) -> list[str]
     seconds = fusing_seconds(model, batch)
     eager = step_of(model, model, batch)
     stock = [compiled(model, batch, budget) for budget in (1.0, *STOCK)]
-    plans = [planned(model, batch, "100%", "fused, no recomputation", limit)]
-    plans += [planned(model, batch, one.peak, f"fused at the peak of {one.name}", limit) for one in stock]
-    least = int(LEAST * stock[0].peak)
-    plans.append(planned(model, batch, least, f"fused at {LEAST:.0%} of torch.compile", limit))
+    fused = partial(planned, model, batch, limit=limit, kernels="fused")
+    plans = [fused("100%", "fused, no recomputation")]
+    plans += [fused(one.peak, f"fused at the peak of {one.name}") for one in stock]
+    plans.append(fused(int(LEAST * stock[0].peak), f"fused at {LEAST:.0%} of torch.compile"))
     found = [one for one in plans if one is not None]
     measured = [Measured("eager", eager, peak_of(eager, model, batch)), *stock, *found]
     times = interleaved_seconds({one.name: one.run for one in measured}, CPU, rounds, settling=1)

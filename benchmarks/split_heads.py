@@ -18,14 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from fused import Batch, Measured, peak_of, step_of
+from fused import Measured, peak_of, planned, step_of
 from llama_like import LlamaLike
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import rematplan
-from rematplan.ir import InfeasibleBudget
 from rematplan.models import build
 
 CHUNKS = 8
@@ -137,21 +135,6 @@ def gpt(head: Head) -> LanguageModel:
 MODELS = {"llama": llama, "gpt": gpt}
 
 
-def planned(model: nn.Module, batch: Batch, budget: int, name: str, seconds: float) -> Measured | None:
-    """Measure a plan with splits within a budget in bytes; None if no plan fits."""
-    model = copy.deepcopy(model)
-    strategy = rematplan.Auto(time_limit=seconds)
-    try:
-        found = rematplan.plan_module(
-            model, batch, budget=budget, split="auto", strategy=strategy, refine=False
-        )
-    except InfeasibleBudget as error:
-        print(f"{name}: {error}")
-        return None
-    run = step_of(found, model, batch)
-    return Measured(name, run, peak_of(run, model, batch), found.plan.peak)
-
-
 def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float) -> list[str]:
     """Measure a model with each head, and a plan at the peak of each."""
     model = make(whole)
@@ -163,7 +146,10 @@ def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float) ->
         own.head = head
         run = step_of(own, own, batch)
         by_hand.append(Measured(name, run, peak_of(run, own, batch)))
-    plans = [planned(model, batch, one.peak, f"plan at the peak of {one.name}", seconds) for one in by_hand]
+    plans = [
+        planned(model, batch, one.peak, f"plan at the peak of {one.name}", seconds, split="auto")
+        for one in by_hand
+    ]
     measured = [*by_hand, *(one for one in plans if one is not None)]
     times = {one.name: math.inf for one in measured}
     for _ in range(rounds):
