@@ -123,6 +123,12 @@ class InPlace(HasRunner):
         asked = self.asked
         return Runner(type(self.model).__name__, Planner(asked.options), asked.shapes, asked.statistics)
 
+    def _without_plans(self) -> None:
+        """Begin again without plans."""
+        unplanned = self._rematplan.unplanned
+        self._rematplan = self._rematplan.twin(with_plans=False)
+        self._rematplan.unplanned = unplanned  # its watch ends with `undo`
+
     def begin(self) -> None:
         """Make this object the forward of its module."""
         self.replaced = vars(self.model).get("forward")
@@ -134,7 +140,9 @@ class InPlace(HasRunner):
         if IN_PLACE not in vars(model):
             return
         planned: InPlace = vars(model).pop(IN_PLACE)
-        planned.active &= planned.model is not model
+        if planned.model is model:  # not a shallow copy
+            planned.active = False
+            planned._rematplan.unplanned.end_watch()
         own = vars(model)
         if own.get("forward") is planned:
             del own["forward"]
@@ -170,7 +178,7 @@ class InPlace(HasRunner):
             return original.plain(args, kwargs)
         function = getattr(original.forward, "__func__", original.forward)
         if function is not self.seen:  # the first call, or the forward was patched
-            self._rematplan = self._rematplan.twin(with_plans=False)
+            self._without_plans()
             self.seen = function
             self.parts = None
         runner = self._rematplan
@@ -212,7 +220,7 @@ class InPlace(HasRunner):
             raise error
         if runner.plans:
             self.parts.fixed = runner.last.plan.budget
-            self._rematplan = runner.twin(with_plans=False)
+            self._without_plans()
 
     def check_parts(self) -> None:
         """Refuse options that parts cannot have."""

@@ -53,7 +53,7 @@ class UnplannedCalls:
                 return
             told = True
             # FSDP2 may be iterating over the hooks, so they are removed when the backward ends.
-            at_end_of_backward(self._end_watch)
+            at_end_of_backward(self.end_watch)
             if _planned_calls == before:
                 warn(
                     f"a backward gave gradients to parameters of {self.name}, whose planned forward has not run: "
@@ -68,9 +68,10 @@ class UnplannedCalls:
         global _planned_calls
         _planned_calls += 1
         if self.watched:
-            self._end_watch()
+            self.end_watch()
 
-    def _end_watch(self) -> None:
+    def end_watch(self) -> None:
+        """Watch for no backward any longer."""
         while self.watched:
             self.watched.pop().remove()
 
@@ -86,7 +87,7 @@ class UnplannedCalls:
             _FOUND.calls += 1
             if what not in self.told:
                 self.told.add(what)
-                self._end_watch()
+                self.end_watch()
                 warn(
                     f"{what} computes with parameters of the planned {self.name} outside of its planned forward: "
                     f"{_NO_PLAN}; call the planned module itself, or plan the submodules that are called"

@@ -221,21 +221,22 @@ def test_adapters_on_a_frozen_base_are_planned(tmp_path: Path) -> None:
 
 
 def test_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
-    class Short(budgets.RematplanCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            super().on_train_begin(args, state, control, **more)
-            if state.train_batch_size == 8:
-                more["model"].register_forward_pre_hook(too_large)
-
-    def too_large(_module: nn.Module, _args: Any) -> None:
-        if trained.state.train_batch_size == 8:
+    def short_of_memory(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        sizes.append(len(labels))
+        if len(labels) == 8:
             raise RuntimeError("CUDA out of memory.")
+        return summed(outputs, labels, num_items_in_batch)
 
-    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True, "max_steps": 3}
-    trained = trainer(tmp_path, network(), [Short("85%", **QUICK)], **settings)
-    trained.train()
-    assert trained.state.train_batch_size < 8
-    assert rematplan.planning(trained.model).plans
+    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    sizes: list[int] = []
+    plain, planned = (
+        run(tmp_path, network(), callbacks, **settings, compute_loss_func=short_of_memory)
+        for callbacks in ([], [callback()])
+    )
+    assert same(results(planned), results(plain))
+    assert sizes.count(8) == 2
+    assert planned.state.train_batch_size < 8
+    assert rematplan.planning(planned.model).plan.estimate.reruns > 0
 
 
 @pytest.fixture
