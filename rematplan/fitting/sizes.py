@@ -92,6 +92,8 @@ class SizeSearch:
         self._exact: dict[int, TrainingGraph] = {}
         self._rounded: dict[int, TrainingGraph] = {}
         self._plans: dict[int, Plan] = {}
+        self._bases: dict[int, Plan] = {}
+        self._rows: dict[int, AtSize] = {}
         self._plain = PlainAutograd()
         self._spans: list[Between] = []
 
@@ -140,7 +142,9 @@ class SizeSearch:
 
     def base(self, size: int) -> Plan:
         """Return the schedule without recomputation at a size, with the peak of plain autograd."""
-        return no_recompute(self.plain(self.problem(size)))
+        if size not in self._bases:
+            self._bases[size] = no_recompute(self.plain(self.problem(size)))
+        return self._bases[size]
 
     def least(self, size: int) -> int:
         """Return a proven lower bound of the peak of all plans at a size, without any margin."""
@@ -165,6 +169,11 @@ class SizeSearch:
 
     def row(self, size: int) -> AtSize:
         """Return what the step needs at a size."""
+        if size not in self._rows:
+            self._rows[size] = self._row(size)
+        return self._rows[size]
+
+    def _row(self, size: int) -> AtSize:
         margin = sum(self.asked.margin.values())
         plan, base = self.plan(size), self.base(size)
         return AtSize(
@@ -184,7 +193,7 @@ class SizeSearch:
         without = self._last(lambda n: self.base(n).peak, self.budget)
         proven = self._last(self.least, self.asked.memory)
         top = self._top
-        planned = self._bisected(without, proven + self.model.unit, lambda n: self.row(n).fits)
+        planned = self._planned(without, proven)
         return LargestSizes(
             self.row(without) if without else None,
             self.row(planned) if planned else None,
@@ -192,6 +201,13 @@ class SizeSearch:
             top,
             self._fastest(),
         )
+
+    def _planned(self, without: int, proven: int) -> int:
+        """Return the largest size at which a plan is found that fits, from ``without`` to ``proven``. The bounds are
+        often tight, and each search takes seconds, so that ``proven`` is tried first."""
+        if proven > without and self.row(proven).fits:
+            return proven
+        return self._bisected(without, max(without + self.model.unit, proven), lambda n: self.row(n).fits)
 
     def _fastest(self) -> AtSize | None:
         rows = [self.row(size) for size in self._plans] if self.model.dimension == BATCH else []
@@ -216,15 +232,15 @@ class SizeSearch:
     def _next(self, low: int, high: int, known: Mapping[int, int], limit: int) -> int:
         """Return the size to try next: just above where the bytes are expected to reach ``limit``."""
         unit = self.model.unit
-        points = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
-        if len(points) < 2:
-            guess = 2 * points[0] if low else points[0] // 2
-        else:
-            a, b = sorted(points)
-            slope = max(1e-9, (known[b] - known[a]) / (b - a))
+        points = sorted(sorted(known, key=lambda n: abs(known[n] - limit))[:2])
+        a, b = points[0], points[-1]
+        if known[a] < known[b]:
+            slope = (known[b] - known[a]) / (b - a)
             guess = math.ceil((a + (limit - known[a]) / slope) * (BEYOND if high > low * 2 else 1))
-        if low and high > self.model.most:  # bytes may be constant below a size, and grow above it
-            guess = max(2 * low, min(guess, GROWTH * low))
+        else:  # the bytes may be constant below a size, and grow above it
+            guess = (low + high) // 2
+        if low and high > self.model.most:
+            guess = max(2 * low, min(guess, (GROWTH if len(known) > 1 else 2) * low))
         return max(low + unit, min(high - unit, guess // unit * unit))
 
     def _bisected(self, low: int, high: int, holds: Callable[[int], bool]) -> int:

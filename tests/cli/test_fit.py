@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rematplan.cli import main
 from rematplan.fitting.fit import answer
 from rematplan.fitting.lengths import read_lengths
 from rematplan.fitting.question import SizedModel, question, training
+from rematplan.fitting.sizes import SizeSearch
 from rematplan.ir import UsageError
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -111,6 +113,26 @@ def test_the_largest_batch_is_the_one_that_real_runs_find() -> None:
     assert abs(found.largest.without.size - low) <= 1  # autograd's order of ops in one node differs by a bias
     assert low <= found.largest.planned.size < found.largest.impossible
     assert measured(found.largest.planned.size, torch.optim.SGD, memory) <= memory
+
+
+@pytest.mark.parametrize(("proven", "searches"), [(24, 1), (40, 7)])
+def test_the_largest_size_that_is_possible_is_planned_first(
+    proven: int, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def row(size: int) -> SimpleNamespace:
+        planned.append(size)
+        return SimpleNamespace(fits=size <= 24)
+
+    model = SizedModel(
+        "net", "batch", 8, lambda n: training(*without_data(network, lambda: rows(n)), ASKED, None)
+    )
+    search = SizeSearch(model, ASKED, lambda *_: None)
+    monkeypatch.setattr(search, "row", row)
+    assert search._planned(1, proven) == 24
+    assert planned[0] == proven
+    assert len(planned) == searches
 
 
 def test_a_gpu_has_a_margin_and_steps_of_optimizers_over_lists() -> None:

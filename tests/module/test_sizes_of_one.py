@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan.ir import ModelError
+from rematplan.module.captures import capture_call
 from rematplan.runtime.capture.patches import fake_layouts
 from rematplan.runtime.execute.layout_check import LayoutCheck
 
@@ -150,6 +151,19 @@ def test_an_empty_batch_has_eager_mode_s_gradients() -> None:
         model(x).backward()
     pairs = zip(planned.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(p.grad.nan_to_num(), q.grad.nan_to_num()) for p, q in pairs)
+
+
+def test_doubtful_ops_of_equal_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, x = fake_layouts._run, torch.randn(2, C, 5, 4)
+
+    def runs(layers: int) -> int:
+        ran: list[object] = []
+        monkeypatch.setattr(fake_layouts, "_run", lambda *given: (ran.append(given[0]), original(*given))[1])
+        net = nn.Sequential(last(), *(layer for _ in range(layers) for layer in (conv(3), nn.BatchNorm2d(C))))
+        capture_call(net, (x,), {})
+        return len(ran)
+
+    assert runs(2) == runs(6) > 0
 
 
 def test_the_first_run_finds_strides_that_fakes_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:

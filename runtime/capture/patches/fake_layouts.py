@@ -177,6 +177,7 @@ class TrueLayouts(FakeTensorMode):
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=symbols.shapes if symbols else None)
         self.symbols = symbols
+        self._made: dict[Any, Any] = {}  # results of real runs, without data; equal layers ask again
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -212,7 +213,7 @@ class TrueLayouts(FakeTensorMode):
         now = self.symbols.now if self.symbols else _as_given
         args, kwargs = now((args, kwargs))
         try:
-            real = _run(func, args, kwargs, now)
+            real = self._run_once(func, args, kwargs, now)
         except RuntimeError:  # zeros are no valid argument
             if result is None or is_unsure(func, ones=False):
                 raise
@@ -223,6 +224,16 @@ class TrueLayouts(FakeTensorMode):
             return pytree.tree_unflatten(
                 [_like_real(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
+
+    def _run_once(self, func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any]) -> Any:
+        """Run an op on real tensors, once for equal arguments, and return its result without data."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (func, str(spec), *(_described(leaf, now) for leaf in leaves))
+        if key not in self._made:
+            real = _run(func, args, kwargs, now)
+            with self:
+                self._made[key] = pytree.tree_map_only(torch.Tensor, _like, real)
+        return self._made[key]
 
 
 def _has_ones(results: Any) -> bool:
@@ -278,6 +289,13 @@ def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_give
         return func(*args, **kwargs)
 
 
+def _described(leaf: Any, now: Callable[[Any], Any]) -> Any:
+    """Return what an argument's kernel chooses strides by."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    return now((tuple(leaf.shape), leaf.stride())), leaf.dtype, leaf.device
+
+
 def _all_plain(arguments: Any) -> bool:
     return all(is_plain(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
 
@@ -307,6 +325,10 @@ def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
         if now(stride) != real.stride():
             raise NotSymbolic("an op returns a tensor with arbitrary strides where its size is 1")
     return torch.empty_strided(shape, stride, dtype=real.dtype, device=real.device)
+
+
+def _like(real: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
