@@ -132,7 +132,7 @@ def tried(name: str, budgets: Sequence[str], time_limit: float) -> dict[str, Any
             continue
         except RematplanError as error:
             return row | {"plan": f"refused: {error}"}
-        parts = with_runner(planned).parts  # type: ignore[attr-defined]
+        parts = with_runner(planned)._rematplan.parts  # type: ignore[attr-defined]
         bound = parts.last.plan.budget if parts else rematplan.planning(planned).plan.budget
         ratio = found.peak / bound
         row[budget] = (f"{ratio:.3f}" if ratio else "every step made a plan") + " ABOVE" * (ratio > 1)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rematplan.ir import NotCaptured, UsageError
+from rematplan.ir import UsageError
 from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.planned_module import planned_module
 from rematplan.module.planning import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.shape_options import DynamicShapes, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
-from rematplan.parts.find_modules import modules_to_try
+from rematplan.parts.whole_or_parts import WholeOrParts
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
@@ -94,6 +94,12 @@ def plan_module(
     and what the allocator may count in addition to a tensor's bytes. If parameters have gradients of earlier steps
     when the module is called, and the plan together with these gradients exceeds the budget, another plan is made, or
     a warning says that no plan fits.
+
+    A model that cannot be captured as a whole (its loss matches, its layers are dropped by chance, a router reads
+    values) is planned in parts: its largest modules that can be captured. One line on standard error names them. The
+    rest runs as it is, and the budget is common to all parts and the rest. To plan a kind of call, the model is run
+    once, forward and backward, and its state is restored afterwards. A percentage is then of what all parts
+    and the rest need without recomputation, and `planning` has the plans of the parts.
 
     The logger ``rematplan`` records each plan at level INFO. While a search lasts, a line on standard error shows its
     progress, if that is a terminal.
@@ -186,36 +192,29 @@ def plan_module(
             ``dynamic_shapes`` cannot have), or two arguments exclude each other, such as ``statistics`` and a saved
             plan.
         ProblemError: the saved plan belongs to another graph.
-        ModelError: the model has no data (it is on the meta device), or cannot be captured. An exception of the model
-            itself for these arguments is raised unchanged (if capture fails, the model is run once, without gradients,
-            to find out). With a version of PyTorch that was not tested, the first step runs on a copy of the model and
-            is compared with eager mode; this error is raised if they differ.
+        ModelError: the model has no data (it is on the meta device), or can be captured neither whole nor in parts.
+            An exception of the model itself for these arguments is raised unchanged (if capture fails, the model is run
+            once, without gradients, to find out). With a version of PyTorch that was not tested, the first step runs on
+            a copy of the model and is compared with eager mode; this error is raised if they differ.
     """
-    try:
-        return _planned(
-            model,
-            args,
-            kwargs,
-            statistics=statistics,
-            dynamic_shapes=dynamic_shapes,
-            budget=budget,
-            strategy=strategy,
-            costs=costs,
-            policy=policy,
-            inverses=inverses,
-            loss_memory=loss_memory,
-            reserved=reserved,
-            on_infeasible=on_infeasible,
-            refine=refine,
-            split=split,
-            kernels=kernels,
-        )
-    except NotCaptured as error:
-        if not modules_to_try(model) or not any(p.requires_grad for p in model.parameters()):
-            raise
-        raise NotCaptured(
-            f"{error}; or train with rematplan.apply(model, budget=...), which plans the modules that can be captured"
-        ) from error.__cause__
+    return _planned(
+        model,
+        args,
+        kwargs,
+        statistics=statistics,
+        dynamic_shapes=dynamic_shapes,
+        budget=budget,
+        strategy=strategy,
+        costs=costs,
+        policy=policy,
+        inverses=inverses,
+        loss_memory=loss_memory,
+        reserved=reserved,
+        on_infeasible=on_infeasible,
+        refine=refine,
+        split=split,
+        kernels=kernels,
+    )
 
 
 def plan_stage(
@@ -280,8 +279,7 @@ def _planned(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
     asked = asked_of(model, args, kwargs or {}, **options)
-    planner = Planner(asked.options, named=names_of_tensors(model))
-    planned = planned_module(model, planner, asked.shapes, asked.statistics)
+    planned = planned_module(model, asked.runner(model, named=names_of_tensors(model)))
     make_first_plans(planned, asked, model, args, kwargs or {})
     watch_backwards(planned)
     return planned  # type: ignore[return-value]
@@ -297,6 +295,17 @@ class ModuleOptions:
     """Which shapes are planned."""
     statistics: Kronecker | None = None
     """The Kronecker-factored statistics that the steps compute; None for none."""
+
+    def runner(
+        self,
+        model: nn.Module,
+        modules: tuple[str, ...] | None = None,
+        named: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> WholeOrParts:
+        """Return what executes the model's calls. ``modules``: the names of the parts, if stated; ``named``: the
+        model's parameters and buffers, as far as they are known."""
+        planner = Planner(self.options, named=named)
+        return WholeOrParts(type(model).__name__, planner, self.shapes, self.statistics, modules)
 
 
 def names_of_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

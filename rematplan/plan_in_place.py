@@ -12,20 +12,16 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
+from rematplan.ir import NoGradients, UsageError
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
-from rematplan.module.runner import Runner
-from rematplan.module.shape_options import ShapeOptions
-from rematplan.parts.find_modules import modules_to_try, named_modules
-from rematplan.parts.planned_parts import PlannedParts
+from rematplan.parts.find_modules import named_modules
+from rematplan.parts.whole_or_parts import WholeOrParts
 from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors
-from rematplan.plans.planner import Planner
-from rematplan.plans.two_lane_plans import OFF
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.graph.compat import OptimizedModule, disable_dynamo, is_tested
 
@@ -79,8 +75,6 @@ def apply(
     if modules is not None and not (modules := named_modules(model, modules)):
         raise UsageError("modules is empty; name the modules to plan")
     planned = InPlace(model, asked, modules=modules)
-    if modules is not None:
-        planned.check_parts()
     InPlace.undo(model)
     planned.begin()
     watch_backwards(model)
@@ -102,7 +96,9 @@ class InPlace(HasRunner):
     """The ``forward`` of a module that is planned in place: an attribute that looks like a bound method to wrapping
     libraries."""
 
-    __slots__ = ("active", "asked", "model", "modules", "parts", "replaced", "seen")
+    __slots__ = ("active", "asked", "model", "modules", "replaced", "seen")
+
+    _rematplan: WholeOrParts
 
     def __init__(
         self, model: nn.Module, asked: ModuleOptions, *, modules: tuple[str, ...] | None = None
@@ -113,15 +109,9 @@ class InPlace(HasRunner):
         self.replaced: Callable[..., Any] | None = None
         #: Whether calls are planned.
         self.active = True
-        #: Runs the parts; None if the whole model is planned.
-        self.parts: PlannedParts | None = None
         #: The function that the plans are for; None if there are none.
         self.seen: Callable[..., Any] | None = None
-        self._rematplan = self._new_runner()
-
-    def _new_runner(self) -> Runner:
-        asked = self.asked
-        return Runner(type(self.model).__name__, Planner(asked.options), asked.shapes, asked.statistics)
+        self._rematplan = asked.runner(model, modules)
 
     def _without_plans(self) -> None:
         """Begin again without plans."""
@@ -159,10 +149,6 @@ class InPlace(HasRunner):
     def _rematplan_original(self) -> Original:
         return Original(self.model, self.own_forward())
 
-    def _rematplan_runners(self) -> Sequence[Runner]:
-        in_parts = self.parts is not None and self.parts.last is not None
-        return [*self.parts.last.runners.values()] if in_parts else (self._rematplan,)  # type: ignore[union-attr]
-
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module by its plan in training mode with gradients, otherwise as it is; `UsageError` for a shallow
@@ -180,96 +166,26 @@ class InPlace(HasRunner):
         if function is not self.seen:  # the first call, or the forward was patched
             self._without_plans()
             self.seen = function
-            self.parts = None
         runner = self._rematplan
-        is_whole = self.modules is None and self.parts is None
-        if not (is_whole and runner.plans) and (
-            runner.state_if_planned(original, *flattened_call(args, kwargs)) is None
+        if not runner.has_plans and (
+            runner.state_if_planned(original, *flattened_call(args, kwargs)) is not None
         ):
-            return runner(original, args, kwargs)
-        if is_whole:
             try:
-                if not runner.plans:
-                    self._plan_whole(args, kwargs)
-                return runner(original, args, kwargs)
+                self._plan_first(args, kwargs)
             except NoGradients:
                 return runner.run_untrained(original, args, kwargs)
-            except ModelError as error:
-                self._plan_in_parts(error)
-        return self._in_parts(original, args, kwargs)
+        return runner(original, args, kwargs)
 
-    def _plan_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan the whole model, and say so in one line."""
+    def _plan_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the first plans, and say so in one line."""
         runner = self._rematplan
         runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
         make_first_plans(self.model, self.asked, plain, args, kwargs)
-        plan = runner.last.plan
-        searching = " so far" if plan.status == "refining" else ""
-        self._say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
-
-    def _plan_in_parts(self, error: ModelError) -> None:
-        """Let the model be planned in parts, since the whole cannot be captured; raise ``error`` if that is not
-        possible."""
-        runner = self._rematplan
-        if runner.plans and not isinstance(error, NotCaptured):
-            raise error
-        with suppress(UsageError):
-            self.parts = self._parts(error)
-        if self.parts is None:
-            raise error
-        if runner.plans:
-            self.parts.fixed = runner.last.plan.budget
-            self._without_plans()
-
-    def check_parts(self) -> None:
-        """Refuse options that parts cannot have."""
-        asked, options = self.asked, self.asked.options
-        excluded = {
-            "statistics": asked.statistics is not None,
-            "policy": bool(options.policy),
-            "dynamic_shapes": asked.shapes != ShapeOptions(),
-            "inverses": options.inverting,
-            "two lanes": options.strategy.two_lanes not in (OFF, None),
-            "a saved plan": options.saved is not None,
-        }
-        if name := next((name for name, stated in excluded.items() if stated), None):
-            raise UsageError(f"{name} cannot be combined with plans of several modules")
-
-    def _parts(self, error: ModelError | None = None) -> PlannedParts:
-        """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried."""
-        self.check_parts()
-        if sharded := _sharded_inside(self.model):
-            named = f"{', '.join(sharded[:2])}{' and others' * (len(sharded) > 2)}"
-            raise ModelError(
-                f"FSDP2 gathers the weights of {named} one by one, so this {type(self.model).__name__} has no common "
-                f"plan; plan each of these modules: rematplan.apply(model.get_submodule({sharded[0]!r}), budget=...)"
-            )
-        names = self.modules
-        found = {n: self.model.get_submodule(n) for n in names} if names else modules_to_try(self.model)
-        return PlannedParts(self.asked.options, found, error)
-
-    def _in_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts = self.parts = self.parts or self._parts()
-        is_first = parts.last is None
-        self._rematplan.unplanned.begin_planned_call()
-        plan = parts.prepare(original, args, kwargs)
-        if is_first:
-            self._say(plan.peak, plan.budget, plan.overhead, f" ({plan.text()})")
-        return parts(original, args, kwargs)
-
-    def _say(self, peak: int, budget: int, overhead: float, more: str) -> None:
-        """Print one line about the first plan on standard error, except in processes other than the first."""
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
-            return
-        uncounted = "what is outside of the model"
-        if not self.asked.options.reserved.items:
-            uncounted = f"the optimizer (reserved=[optimizer]) and {uncounted}"
-        print(
-            f"rematplan: {type(self.model).__name__} trains with a peak of {show_bytes(peak)} within "
-            f"{show_bytes(budget)}, {100 * overhead:.1f} % overhead{more}; not counted: {uncounted}",
-            file=sys.stderr,
-        )
+        if runner.parts is None:
+            plan = runner.last.plan
+            searching = " so far" if plan.status == "refining" else ""
+            runner.say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -303,16 +219,8 @@ class InPlace(HasRunner):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Set what `__getstate__` returned. The module may have no attributes yet."""
         self.model, self.asked, self.modules, self.replaced, self.active = state
-        self.seen, self.parts = None, None
-        self._rematplan = self._new_runner()
-
-
-def _sharded_inside(model: nn.Module) -> list[str]:
-    """Return the names of the inner modules whose parameters FSDP2 gathers apart. A rehearsal would free those of the
-    outer ones, and only some processes may need it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    parts = model.named_modules() if fsdp else ()
-    return [name for name, part in parts if name and isinstance(part, fsdp.FSDPModule)]  # type: ignore[union-attr]
+        self.seen = None
+        self._rematplan = self.asked.runner(self.model, self.modules)
 
 
 def _called(frame: FrameType | None) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.module.captures import ReadyCapture
 from rematplan.module.planned_module import planned_module
+from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
@@ -61,7 +62,7 @@ def module_with_plan(
     ``calls``: `ops_of` the captured step without inverses. ``capture``: of that step, if it exists.
     """
     planner = GivenPlan(options, made=made, calls=calls)
-    return planned_module(model, planner, ONE_SHAPE, ready=capture)
+    return planned_module(model, Runner(type(model).__name__, planner, ONE_SHAPE, ready=capture))
 
 
 def ops_of(step: CapturedStep) -> tuple[object, ...]:

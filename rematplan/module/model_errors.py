@@ -18,6 +18,7 @@ from rematplan.runtime.capture.restore_state import (
     same_draws,
     same_gradients,
 )
+from rematplan.runtime.capture.same_contents import SameContents
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 TRACED = "FunctionalTensor"
@@ -69,6 +70,7 @@ def eager_forwards(
         same_gradients(model, copied=True),
         same_draws(),
         same_attributes(model, ""),
+        SameContents(model),
         torch.enable_grad(),
     ):
         warnings.simplefilter("ignore")

@@ -11,29 +11,17 @@ from typing import Any, cast
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.module.captures import ReadyCapture
 from rematplan.module.forward_capture import Original
 from rematplan.module.planning import HasRunner, Planning
 from rematplan.module.runner import Runner
-from rematplan.module.shape_options import ShapeOptions
 from rematplan.module.unplanned_calls import watched_methods
-from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
-from rematplan.runtime.statistics.options import Kronecker
-
-DEFAULT_SHAPES = ShapeOptions()
 
 
-def planned_module(
-    model: nn.Module,
-    planner: Planner,
-    shapes: ShapeOptions = DEFAULT_SHAPES,
-    statistics: Kronecker | None = None,
-    ready: ReadyCapture | None = None,
-) -> nn.Module:
-    """Return an object of a subclass of the model's class, which shares its state and whose forward and backward are
-    planned by calls.
+def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
+    """Return an object of a subclass of the model's class, which shares its state and whose calls ``runner``
+    executes.
 
     Raises `ModelError` if the model cannot be traced, or is planned and its forward was replaced.
     """
@@ -45,9 +33,7 @@ def planned_module(
                 f"to plan it again"
             )
         model = model._rematplan_model()
-    return _become(
-        _blank(type(model)), (model, Runner(type(model).__name__, planner, shapes, statistics, ready), None)
-    )
+    return _become(_blank(type(model)), (model, runner, None))
 
 
 _classes: dict[type[nn.Module], Any] = {}

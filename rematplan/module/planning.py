@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,6 @@ class HasRunner:
     def _rematplan_original(self) -> Original:
         """Return the model that this planned module runs."""
         raise NotImplementedError
-
-    def _rematplan_runners(self) -> Sequence[Runner]:
-        """Return the runners that have the plans: several if the model is planned in parts."""
-        return (self._rematplan,)
 
 
 IN_PLACE = "_rematplan_in_place"
@@ -173,7 +168,7 @@ class Planning:
 
     def stats(self) -> PlanningStats:
         """Return figures about the plans in use, background searches and captures."""
-        entries, runners = self._entries(), self._planned._rematplan_runners()
+        entries, runners = self._entries(), self._planned._rematplan.runners
         captures = {id(one.captures): one.captures for one in runners}.values()
         shapes = [shape for one in captures for shape in one.shapes.values()]
         later = [r for entry in entries if (r := entry.running.refinement) is not None]
@@ -193,7 +188,7 @@ class Planning:
         )
 
     def _entries(self) -> list[CacheEntry]:
-        return [entry for one in self._planned._rematplan_runners() for entry in one.plans.all()]
+        return [entry for one in self._planned._rematplan.runners for entry in one.plans.all()]
 
     def statistics(self) -> Statistics:
         """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
@@ -273,7 +268,7 @@ def watch_backwards(planned: nn.Module) -> None:
 
 
 def _last(planned: HasRunner) -> CacheEntry:
-    runner, *others = planned._rematplan_runners()
+    runner, *others = planned._rematplan.runners
     if others:
         raise UsageError(
             f"the model is planned in parts ({runner.name}, ...); planning(model).plans has their plans"

@@ -112,6 +112,11 @@ class Runner:
             twin.__dict__.pop("last", None)
         return twin
 
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """The runners that have the plans: several if the model is planned in parts."""
+        return (self,)
+
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model and return its outputs, whose backward follows a plan; a step without a valid plan is
         captured and planned.
@@ -284,11 +289,16 @@ class Runner:
             first = not self.plans
             entry = self.find(original, args, kwargs)
             if first:
-                leaves, spec = flattened_call(args, kwargs)
-                key = plan_key(leaves, spec, self._state(original))
-                self.prepared = key, [t.shape for t in tensors_in(leaves)]
+                self._note_prepared(original, args, kwargs)
             if self.recorder:
                 self._measured(entry, self.recorder)
+
+    def _note_prepared(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, spec = flattened_call(args, kwargs)
+        self.prepared = (
+            plan_key(leaves, spec, self._state(original)),
+            [t.shape for t in tensors_in(leaves)],
+        )
 
     def captured(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]

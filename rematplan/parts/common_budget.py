@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
+from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
 from rematplan.parts.rehearsal import EqualParts, Rehearsed
 from rematplan.planner.core.plan import Plan
@@ -296,7 +296,7 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankA
 def _searching(
     stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None
 ) -> RankSearch:
-    """Return the search for the parts' plans within the budget; `UsageError` for a share of activations."""
+    """Return the search for the parts' plans within the budget."""
 
     seconds = min(asked.time_limit, FIRST) if asked.refine else asked.time_limit
 
@@ -312,6 +312,4 @@ def _searching(
         smallest = search(0).smallest
         return search(smallest + int(LEAN[stated.kind] * smallest))
     whole = rank_peak(actions, [stage.measured(no_recompute(stage.graph)) for stage in stages])
-    if stated.kind == "activations":
-        raise UsageError("a share of activations is not possible for parts of a model; write bytes or 60%")
     return search(stated.bytes(whole, lambda: 0))

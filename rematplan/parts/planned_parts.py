@@ -21,6 +21,7 @@ from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, 
 from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
 from rematplan.plans.options import RAISE, PlanOptions
+from rematplan.plans.planner import Planner
 from rematplan.plans.refusals import reaction
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
@@ -62,11 +63,11 @@ class PlannedParts:
     """Runs the training steps of one model, whose parts are planned under one budget."""
 
     def __init__(
-        self, options: PlanOptions, parts: Mapping[str, nn.Module], error: ModelError | None = None
+        self, planner: Planner, parts: Mapping[str, nn.Module], error: ModelError | None = None
     ) -> None:
         #: ``error``: why the whole model cannot be captured, so that those parts are planned that can be; None
         #: if the user stated the parts.
-        self.options, self.parts, self.error = options, parts, error
+        self.planner, self.parts, self.error = planner, parts, error
         self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
         """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
         if another rehearsal is needed, since a module has run that did not run in this one."""
@@ -74,10 +75,12 @@ class PlannedParts:
         """The names of the modules that have run more often than in a rehearsal. A warning tells of each once."""
         self._divisions: dict[tuple[Rehearsed, bool], Division] = {}
         """By the rehearsal, and whether gradients of earlier steps exist."""
-        self.fixed: int | None = None
-        """The budget in bytes, once it is known."""
         self.last: Division | None = None
         """Of the latest call."""
+
+    def of(self, planner: Planner) -> PlannedParts:
+        """Return what runs the same parts, for another budget, without rehearsals and plans."""
+        return PlannedParts(planner, self.parts, self.error)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a training call of the model."""
@@ -159,7 +162,7 @@ class PlannedParts:
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = tensors_in(leaves)
-        known = self._known.setdefault((spec, state.key), [])
+        known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
         rehearsed = next((one for sizes, one in known if sizes is not None and _within(tensors, sizes)), None)
         if rehearsed is None:
             rehearsed = self._rehearsed(original, args, kwargs)
@@ -203,17 +206,19 @@ class PlannedParts:
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
         named = {f"model.{name}": t for name, t in named_tensors(model).items()}
-        plan = partial(common_plan, rehearsed, self.options, named, accumulating=sums)
+        options, store = self.planner.options, self.planner.store
+        plan = partial(common_plan, rehearsed, options, named, accumulating=sums)
         try:
-            made = plan(self.fixed)
+            made = plan(store.fixed.get(self.planner.budget_key))
         except InfeasibleBudget as error:
-            if reaction(self.options, first=self.fixed is None) == RAISE:
+            if reaction(options, first=not (self._divisions or store)) == RAISE:
                 raise
             made = plan(error.smallest)
             warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")
-            return Division(model, made, self.options)
-        self.fixed = made.budget
-        return Division(model, made, self.options)
+            return Division(model, made, options)
+        if options.stated_budget().is_percentage:
+            store.fixed.setdefault(self.planner.budget_key, made.budget)
+        return Division(model, made, options)
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:

@@ -40,6 +40,7 @@ from rematplan.runtime.capture.restore_state import (
     same_draws,
     same_gradients,
 )
+from rematplan.runtime.capture.same_contents import SameContents
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep, refs
@@ -203,14 +204,17 @@ class Rehearsal:
     def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse a call of the model."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
-        objects = SameObjects(pytree.tree_leaves((args, kwargs)))
+        leaves = flattened_call(args, kwargs)[0]
+        objects = SameObjects(leaves)
         try:
             with (
+                guards.python_state_restored(self.model, leaves),
                 warnings.catch_warnings(),
                 same_buffers(self.model),
                 same_gradients(self.model),
                 same_draws(),
                 same_attributes(self.model, ""),
+                SameContents(self.model),
             ):
                 warnings.simplefilter("ignore")
                 return self._measured(original, args, kwargs)

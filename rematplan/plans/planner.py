@@ -60,10 +60,15 @@ class Planner(StepProblems):
         if stated.is_lean or stated.kind == "bytes":
             return stated
         # The device does not become smaller with a smaller batch.
-        fixed, key = self.store.fixed, (stated.text, self.scope)
+        fixed, key = self.store.fixed, self.budget_key
         if key not in fixed:
             fixed[key] = stated.of(graph)
         return Budget(stated.text, "bytes", Fraction(fixed[key]))
+
+    @property
+    def budget_key(self) -> tuple[str, str]:
+        """The key of a percentage's bytes in the store."""
+        return self.options.stated_budget().text, self.scope
 
     def of_training(self) -> Planner | None:
         """Return this planner with its percentage to be turned into bytes anew for training; None if it has none

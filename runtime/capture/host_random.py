@@ -14,6 +14,7 @@ import numpy as np
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import get_torch_obj_rule_map
+from rematplan.runtime.graph.generator_states import set_state_of, state_of
 from rematplan.runtime.graph.host_generators import seeding_functions
 
 SEEDING = seeding_functions()
@@ -26,7 +27,7 @@ _OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset"
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
     """Refuse a block that draws from generators of Python, NumPy or ``others``, and restore their states."""
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
-    before = [_state(generator) for generator in generators]
+    before = [state_of(generator) for generator in generators]
     who = refused = None
     try:
         yield
@@ -34,9 +35,9 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
         refused = error
     finally:
         for generator, state in zip(generators, before, strict=True):
-            if repr(_state(generator)) != repr(state):
+            if repr(state_of(generator)) != repr(state):
                 who = "Python's random" if hasattr(generator, "getstate") else "numpy.random"
-                _set_state(generator, state)
+                set_state_of(generator, state)
     if who:
         raise ModelError(
             f"{name}: its forward draws from {who}, which a fixed graph cannot repeat; draw with torch, or draw before "
@@ -44,19 +45,6 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
         )
     if refused:
         raise refused
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)
 
 
 def check_default_generator(names: Collection[str]) -> None:

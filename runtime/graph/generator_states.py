@@ -71,3 +71,29 @@ def states_restored(generators: Iterable[Generator]) -> Iterator[None]:
         yield
     finally:
         set_states(states)
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator object of PyTorch, Python or NumPy, or of a module that has a global one."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Set a generator object, or a module's global one, to a state of `state_of`."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)
+
+
+@contextmanager
+def kept_generators(generators: Iterable[Any]) -> Iterator[None]:
+    """Restore the states of generator objects after the block, except those that have none."""
+    states = [(one, state_of(one)) for one in generators if not isinstance(one, random.SystemRandom)]
+    try:
+        yield
+    finally:
+        for one, state in states:
+            set_state_of(one, state)

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from rematplan.runtime.graph.generator_states import kept_generators
 from rematplan.runtime.guards.attributes import Reads, reads_of
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
+from rematplan.runtime.guards.iterators import is_iterator, refuse_iterator
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
+from rematplan.runtime.guards.snapshots import parts_of
 
 
 @dataclass(frozen=True)
@@ -73,5 +76,26 @@ def recording(
         state = PythonState(reads, global_reads)
         try:
             yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch, assumed), state)
+        finally:
+            state.restore()
+
+
+@contextmanager
+def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[None]:
+    """Restore the Python state and the generators of a model after a block that runs its forward.
+
+    `ModelError` before it if the forward names an iterator, which cannot be restored.
+    """
+    modules = list(model.modules())
+    global_reads = GlobalReads(modules, leaves)
+    state = PythonState(Reads(modules), global_reads)
+    values = [(n.owner, name, value) for n in state.namespaces for name, value in n.before.items()]
+    for owner, name, value in values:
+        if is_iterator(value) and (owner is None or name in global_reads.names):
+            refuse_iterator(name, value)
+    own = (v for _, _, value in values for v in parts_of(value) if isinstance(v, torch.Generator))
+    with kept_generators((*global_reads.generators.values(), *own)):
+        try:
+            yield
         finally:
             state.restore()

@@ -1,6 +1,7 @@
 """Laws of several modules planned under one budget: bits equal to eager mode, peaks within the budget of all."""
 
 import copy
+import itertools
 import pickle
 import random
 import warnings
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, NotCaptured, UsageError
-from rematplan.module.planning import IN_PLACE
+from rematplan.module.planning import runner_of
 from rematplan.runtime.costs.measure import peak_above_entry
 
 WIDTH, ROWS = 16, 192
@@ -158,7 +159,12 @@ class Sparse(Matching):
 
 MODELS = (Dropping, Matching, Routing, Tail, Settings, Sparse)
 
-in_parts = partial(rematplan.apply, strategy="approx_dp", costs="roofline", refine=False)
+ASKED: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
+in_parts = partial(rematplan.apply, **ASKED)
+
+
+def as_a_planned_module(model: nn.Module, budget: str) -> nn.Module:
+    return rematplan.plan_module(model, batch(0), budget=budget, **ASKED)
 
 
 def seeded(at: int) -> None:
@@ -213,23 +219,56 @@ def measured(model: nn.Module, at: int) -> int:
 
 
 def planned(model: nn.Module) -> Any:
-    return vars(model)[IN_PLACE].parts.last.plan
+    return runner_of(model).parts.last.plan
 
 
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
 @pytest.mark.parametrize("kind", MODELS)
-def test_steps_equal_those_of_eager_mode(kind: type[nn.Module]) -> None:
+def test_steps_equal_those_of_eager_mode(kind: type[nn.Module], plan: Any) -> None:
     model, plain = made(kind)
     names = list(model.state_dict())
-    assert in_parts(model, "85%") is model
-    same_steps(model, plain, 20 if kind is Dropping else 6)
-    assert list(model.state_dict()) == names
-    assert all("forward" not in vars(part) for part in model.modules() if part is not model)
+    found = plan(model, "85%")
+    same_steps(found, plain, 20 if kind is Dropping else 6)
+    assert list(found.state_dict()) == names
+    assert all("forward" not in vars(part) for part in model.modules() if part is not found)
 
 
+def test_a_planned_module_makes_its_plans_at_once_and_leaves_the_model_as_it_was() -> None:
+    model, plain = made(Matching)
+    state = torch.get_rng_state()
+    found = as_a_planned_module(model, "85%")
+    assert torch.equal(state, torch.get_rng_state())
+    assert rematplan.planning(found).plans == ()  # a part is compiled when it is called
+    assert planned(found).share > 0.5
+    assert isinstance(found, Matching)
+    assert all(p.grad is None for p in model.parameters())
+    for one in (model, plain):  # both in eager mode
+        seeded(0)
+        run(one, *batch(0))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_a_percentage_is_of_the_step_that_trains() -> None:
+    model, plain = made(Matching)
+    found = as_a_planned_module(model, "85%")
+    first = planned(found).budget
+    for at in range(3):
+        for one in (found, plain):
+            seeded(at)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = one(*batch(at))
+            loss.backward()
+    for p, q in zip(found.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert planned(found).budget < first
+
+
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
 @pytest.mark.parametrize("kind", [Dropping, Matching, Tail])
-def test_no_step_exceeds_the_budget(kind: type[nn.Module]) -> None:
+def test_no_step_exceeds_the_budget(kind: type[nn.Module], plan: Any) -> None:
     model, plain = made(kind)
-    in_parts(model, "75%")
+    model = plan(model, "75%")
     measured(model, 0)
     peaks, eager = ([measured(one, at) for at in range(6)] for one in (model, plain))
     plan = planned(model)
@@ -295,17 +334,15 @@ def test_a_model_of_which_a_later_call_cannot_be_captured_is_planned_in_parts_th
     assert any(signs)
     in_parts(model, "1MiB")
     run(model, *batch(0))
-    assert vars(model)[IN_PLACE].parts is None
+    assert runner_of(model).parts is None
     run(plain, *batch(0))
     same_steps(model, plain, 6)
     assert planned(model).budget == 1 << 20
 
 
-def test_a_refusal_names_the_way_in_parts_or_why_there_is_none() -> None:
-    with pytest.raises(
-        NotCaptured, match=r"or train with rematplan\.apply\(model, budget=\.\.\.\), which plans"
-    ):
-        rematplan.plan_module(Matching(), batch(0), budget="1MiB")
+def test_a_refusal_says_why_there_are_no_parts() -> None:
+    with pytest.raises(NotCaptured, match=r"nor in parts: statistics cannot be combined"):
+        rematplan.plan_module(Matching(), batch(0), budget="1MiB", statistics=rematplan.Kronecker())
     model = Matching(blocks=0)
     model.head = nn.Sequential(nn.Linear(WIDTH, 5))
     with pytest.raises(ModelError, match=r"no part of it can be planned \(head: it is too small\)"):
@@ -323,13 +360,69 @@ class Replacing(Base):
         return super().body(x)
 
 
-def test_a_forward_that_replaces_a_module_is_refused_and_planned_in_parts() -> None:
-    with pytest.raises(
-        NotCaptured, match=r"replaces the submodule blocks\.1\.drop; call the model once before"
-    ):
-        rematplan.plan_module(Replacing(), batch(0), budget="1MiB", costs="roofline")
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
+def test_a_forward_that_replaces_a_module_is_planned_in_parts(plan: Any) -> None:
     model, plain = made(Replacing)
-    same_steps(in_parts(model, "1MiB"), plain, 4)
+    same_steps(plan(model, "1MiB"), plain, 4)
+
+
+SHARED = {"calls": 0}
+
+
+class Stateful(Base):
+    """Changes state of each kind in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.numbers = random.Random(0), np.random.default_rng(0)
+        self.draws = torch.Generator().manual_seed(0)
+        self.mean, self.calls, self.kept = torch.zeros(WIDTH), 0, []
+        self.shadow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        self.calls += 1
+        SHARED["calls"] += 1
+        self.kept.append(SHARED["calls"])
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0))
+            self.shadow.weight.data = self.shadow.weight.data * 0.9 + 0.01
+            self.shadow.bias.mul_(0.9).add_(0.01)
+        noise = torch.rand(WIDTH, generator=self.draws) + self.own.random() + self.numbers.random()
+        return super().body(x + self.shadow(self.mean + noise) * self.calls * len(self.kept))
+
+
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
+def test_planning_in_parts_leaves_all_state_as_it_was(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = made(Stateful)
+    model = plan(model, "2MiB")
+    for one, calls in ((model, {"calls": 0}), (plain, {"calls": 0})):
+        monkeypatch.setitem(globals(), "SHARED", calls)
+        for at in range(3):
+            seeded(at)
+            run(one, *batch(at))
+    assert (model.calls, model.kept) == (plain.calls, plain.kept) == (3, [1, 2, 3])
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+class Cycling(Base):
+    """Reads an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x * next(self.scales))
+
+
+def test_a_forward_that_reads_an_iterator_is_refused_and_leaves_it() -> None:
+    model = Cycling()
+    with pytest.raises(ModelError, match="reads scales, a cycle"):
+        as_a_planned_module(model, "2MiB")
+    assert next(model.scales) == 1.0
 
 
 class Cache:
@@ -440,9 +533,10 @@ def test_gradients_are_summed_over_several_backwards() -> None:
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
-def test_evaluation_copies_and_removal() -> None:
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
+def test_evaluation_copies_and_removal(plan: Any) -> None:
     model, plain = made(Dropping)
-    in_parts(model, "90%")
+    model = plan(model, "90%")
     run(model, *batch(0))
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         fresh = copy.deepcopy(plain)

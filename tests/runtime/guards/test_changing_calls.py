@@ -2,6 +2,7 @@
 They follow eager mode bit by bit, or are refused in one line whose advice works."""
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ModelError
+from rematplan.module.planning import runner_of
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.guards import call_key, open_key
 
@@ -58,11 +60,17 @@ def test_keys_distinguish_lazily_conjugated_and_negated_arguments(key: Callable[
 
 
 @pytest.mark.parametrize("by", ["Python", "NumPy"])
-def test_layers_that_are_dropped_by_chance_are_refused_and_the_advice_works(by: str) -> None:
+def test_layers_that_are_dropped_by_chance_are_planned_in_parts_and_the_advice_works(
+    by: str, caplog: pytest.LogCaptureFixture
+) -> None:
     draw, advice = DRAWS[by]
     torch.manual_seed(0)
-    with pytest.raises(ModelError, match=f"{advice}.*as an argument"):
-        rematplan.plan_module(LayerDrop(draw), (X,), **SETTINGS)
+    states = random.getstate(), repr(np.random.get_state())
+    with caplog.at_level("INFO", "rematplan"):
+        made = rematplan.plan_module(LayerDrop(draw), (X,), **SETTINGS)
+    assert re.search(f"planned in parts: .*{advice}.*as an argument", caplog.text)
+    assert (random.getstate(), repr(np.random.get_state())) == states
+    assert runner_of(made).parts is not None  # type: ignore[attr-defined]
     given, plain = planned_and_plain(LayerDrop(None), X, (True, False, True), budget=2**20)
 
     def by_argument(model: nn.Module) -> list[Tensor]:
@@ -186,9 +194,9 @@ class RoutedByMasks(Routed):
         return torch.stack([*parts]).sum(0)
 
 
-def test_routing_by_values_is_refused_and_its_parts_are_planned() -> None:
-    with pytest.raises(ModelError, match=r"plan the submodules \(gate, experts\.0, experts\.1, \.\.\.\)"):
-        rematplan.plan_module(Routed(), (X,), **SETTINGS)
+def test_routing_by_values_is_planned_in_parts_and_by_masks_whole() -> None:
+    routed = rematplan.plan_module(Routed(), (X,), **SETTINGS)
+    assert runner_of(routed).parts is not None  # type: ignore[attr-defined]
     planned, plain = planned_and_plain(RoutedByMasks())
     equal_after(
         lambda model: [model(x).square().mean().backward() for x in (X, -X, 2 * X)] and [], planned, plain

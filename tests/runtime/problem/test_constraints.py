@@ -16,6 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, UsageError
 from rematplan.module.planned_module import planned_module
+from rematplan.module.runner import Runner
+from rematplan.module.shape_options import ShapeOptions
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.registry import STRATEGIES
@@ -66,9 +68,8 @@ def captured() -> CapturedStep:
             seen.append(step)
             return super().plan(step, first)
 
-    planned_module(
-        model(), Noting(PlanOptions(budget="100%", strategy=StoreAll(), costs="roofline"))
-    ).prepare(X)
+    planner = Noting(PlanOptions(budget="100%", strategy=StoreAll(), costs="roofline"))
+    planned_module(model(), Runner("model", planner, ShapeOptions())).prepare(X)
     return seen[0]
 
 

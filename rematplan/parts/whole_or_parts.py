@@ -1,0 +1,185 @@
+"""`WholeOrParts`: execute a module by one plan, or in parts under one common budget if it cannot be captured whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
+from rematplan.module.cached_plans import CachedPlans
+from rematplan.module.forward_capture import Original
+from rematplan.module.runner import Runner
+from rematplan.module.shape_options import ShapeOptions
+from rematplan.parts.find_modules import modules_to_try
+from rematplan.parts.planned_parts import PlannedParts
+from rematplan.plans.options import UNSPLIT
+from rematplan.plans.planner import Planner
+from rematplan.plans.progress import LOG
+from rematplan.plans.two_lane_plans import OFF
+from rematplan.runtime import guards
+from rematplan.runtime.capture.flat_module import flattened_call
+from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.statistics.options import Kronecker
+
+
+class WholeOrParts(Runner):
+    """Executes the calls of a module by one plan; in parts if a user names them, or if the whole cannot be captured.
+
+    ``modules``: the names of the parts; None if a user states none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        planner: Planner,
+        asked: ShapeOptions,
+        statistics: Kronecker | None = None,
+        modules: tuple[str, ...] | None = None,
+    ) -> None:
+        super().__init__(name, planner, asked, statistics)
+        self.modules = modules
+        self.parts: PlannedParts | None = None
+        """Runs the parts; None if the whole is planned, or nothing is planned yet."""
+        if modules is not None:
+            self._check_parts()
+
+    def twin(self, *, with_plans: bool = True) -> WholeOrParts:
+        """Return a runner for a copy of the module. Plans of parts are not shared."""
+        twin = super().twin(with_plans=with_plans)
+        assert isinstance(twin, WholeOrParts)
+        twin.parts = None
+        return twin
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether a call has been planned."""
+        return bool(self.plans) or self.parts is not None
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """The runners that have the plans."""
+        planned = self.parts and self.parts.last
+        return [*planned.runners.values()] if planned else (self,)
+
+    def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model by its plan or the plans of its parts."""
+        if not torch.is_grad_enabled():
+            return original.plain(args, kwargs)
+        if self._is_whole:
+            try:
+                return super().__call__(original, args, kwargs)
+            except ModelError as error:
+                self._plan_in_parts(original, error)
+        leaves, spec = flattened_call(args, kwargs)
+        state = self.state_if_planned(original, leaves, spec)
+        if state is None:
+            return self._unplanned(original, args, kwargs)
+        self.unplanned.begin_planned_call()
+        if self.prepared is not None:
+            self._begin_training(leaves, spec, state)
+        self._prepare_parts(original, args, kwargs)
+        assert self.parts
+        return self.parts(original, args, kwargs)
+
+    def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for these arguments, or the plans of the parts, which takes a run of the model."""
+        if self._is_whole:
+            try:
+                return super().prepare(original, args, kwargs)
+            except ModelError as error:
+                self._plan_in_parts(original, error)
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._prepare_parts(original, args, kwargs):
+                self._note_prepared(original, args, kwargs)
+        return None
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.modules is None and self.parts is None
+
+    def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
+        planner = self.planner
+        super()._begin_training(leaves, spec, state)
+        if self.planner is not planner and self.parts is not None:
+            self.parts = self.parts.of(self.planner)
+
+    def _plan_in_parts(self, original: Original, error: ModelError) -> None:
+        """Let the model be planned in parts, since the whole cannot be captured; raise ``error`` if that is not
+        possible."""
+        captured = bool(self.plans)
+        no_parts = isinstance(error, NoGradients) or not modules_to_try(original.model)
+        if no_parts or (captured and not isinstance(error, NotCaptured)):
+            raise error
+        try:
+            self.parts = self._parts(original.model, error)
+        except (ModelError, UsageError) as why:
+            raise type(error)(f"{error}; nor in parts: {why}") from error.__cause__
+        LOG.info("%s is planned in parts: %s", self.name, error)
+        if captured:
+            self.plans = CachedPlans(self.asked.max_plans)
+            self.captures = self.captures.copy(with_shapes=False)
+
+    def _check_parts(self) -> None:
+        """Refuse options that parts cannot have."""
+        options = self.planner.options
+        excluded = {
+            "statistics": self.recorder is not None,
+            "policy": bool(options.policy),
+            "dynamic_shapes": self.asked != ShapeOptions(),
+            "inverses": options.inverting,
+            "two lanes": options.strategy.two_lanes not in (OFF, None),
+            "a saved plan": options.saved is not None,
+            "several calls in flight": options.several,
+            "split": options.split != UNSPLIT,
+            "fused kernels": options.fuses,
+            "a percentage of activations": options.stated_budget().kind == "activations",
+        }
+        if name := next((name for name, stated in excluded.items() if stated), None):
+            raise UsageError(f"{name} cannot be combined with plans of several modules")
+
+    def _parts(self, model: nn.Module, error: ModelError | None = None) -> PlannedParts:
+        """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried."""
+        self._check_parts()
+        if sharded := _sharded_inside(model):
+            named = f"{', '.join(sharded[:2])}{' and others' * (len(sharded) > 2)}"
+            raise ModelError(
+                f"FSDP2 gathers the weights of {named} one by one, so this {type(model).__name__} has no common "
+                f"plan; plan each of these modules: rematplan.apply(model.get_submodule({sharded[0]!r}), budget=...)"
+            )
+        names = self.modules
+        found = {n: model.get_submodule(n) for n in names} if names else modules_to_try(model)
+        return PlannedParts(self.planner, found, error)
+
+    def _prepare_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Make the plans for a call. Return whether they are the first, of which one line tells."""
+        parts = self.parts = self.parts or self._parts(original.model)
+        is_first = parts.last is None
+        plan = parts.prepare(original, args, kwargs)
+        if is_first:
+            self.say(plan.peak, plan.budget, plan.overhead, f" ({plan.text()})")
+        return is_first
+
+    def say(self, peak: int, budget: int, overhead: float, more: str) -> None:
+        """Print one line about the first plan on standard error, except in processes other than the first."""
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
+            return
+        uncounted = "what is outside of the model"
+        if not self.planner.options.reserved.items:
+            uncounted = f"the optimizer (reserved=[optimizer]) and {uncounted}"
+        print(
+            f"rematplan: {self.name} trains with a peak of {show_bytes(peak)} within "
+            f"{show_bytes(budget)}, {100 * overhead:.1f} % overhead{more}; not counted: {uncounted}",
+            file=sys.stderr,
+        )
+
+
+def _sharded_inside(model: nn.Module) -> list[str]:
+    """Return the names of the inner modules whose parameters FSDP2 gathers apart. A rehearsal would free those of the
+    outer ones, and only some processes may need it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    parts = model.named_modules() if fsdp else ()
+    return [name for name, part in parts if name and isinstance(part, fsdp.FSDPModule)]  # type: ignore[union-attr]

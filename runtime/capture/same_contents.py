@@ -1,0 +1,78 @@
+"""`SameContents`: undo what a run of a model has written into tensors that existed before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.compat import TorchDispatchMode, pytree
+
+
+class SameContents(TorchDispatchMode):
+    """Restores, after a ``with`` statement, the content of tensors that ops have written, if they existed before it,
+    and the storages of a model's parameters and buffers (``p.data = …``).
+
+    A tensor is copied when an op is about to write into it, so a model that writes nothing costs no memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._named = [(one, one.detach()) for one in (*model.parameters(), *model.buffers())]
+        self._made: set[int] = set()
+        """The storages that the block has made and that still exist."""
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """By storage that was written, the storage and a copy of it from before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for storage in _written(func, args, kwargs):
+            if (key := _key(storage)) not in self._made and key not in self._before:
+                self._before[key] = storage, storage.clone()
+        result = func(*args, **kwargs)
+        given = {_key(storage) for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if (key := _key(storage)) not in given and key not in self._made:
+                self._made.add(key)
+                weakref.finalize(storage, self._made.discard, key).atexit = False
+        return result
+
+    def __exit__(self, *raised: Any) -> None:
+        """Restore the tensors."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for storage, was in self._before.values():
+            if storage.nbytes() == was.nbytes():
+                storage.copy_(was)
+        for tensor, was_view in self._named:
+            if _moved(tensor, was_view):
+                tensor.data = was_view
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that an op writes, as its schema says."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _storages(args[at] if at < len(args) else kwargs.get(argument.name))
+
+
+def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
+    for one in pytree.tree_leaves(tensors):
+        if isinstance(one, torch.Tensor):
+            for plain in plain_tensors(one):
+                yield plain.untyped_storage()
+
+
+def _moved(tensor: torch.Tensor, was: torch.Tensor) -> bool:
+    """Return whether a tensor has another storage, type or form than before."""
+    if tensor.dtype != was.dtype or tensor.shape != was.shape or tensor.stride() != was.stride():
+        return True
+    return [*map(_key, _storages(tensor))] != [*map(_key, _storages(was))]
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata)
