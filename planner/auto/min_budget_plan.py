@@ -9,6 +9,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.annealing.rungs import rungs_above
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
@@ -74,6 +75,10 @@ def cheapest_near_smallest_peak(
     if interrupted:
         return replace(least, budget=budget)
     if slack:
+        if (
+            not keep_order
+        ):  # annealing finds no cheap plan from a dear one of the least peak; block plans are cheap
+            known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
         above = effort.part(MIN_BUDGET.rungs * (moves - share.done if moves else effort.left))
         known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
         moves -= above.done
