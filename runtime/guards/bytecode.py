@@ -12,8 +12,8 @@ from typing import Any
 
 Names = frozenset[str]
 
-_OURS = tuple(f"rematplan.{part}." for part in ("ir", "planner", "plans", "runtime"))
-"""Prefixes of the names of this package's modules, except those of the models that it contains."""
+_NETWORKS = "rematplan.models"
+"""This package's only modules with networks to plan."""
 
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
 """The folders in which packages are installed."""
@@ -66,7 +66,7 @@ def is_library(module: str | None, own: Collection[str]) -> bool:
     """
     module = module or "builtins"
     package = module.partition(".")[0]
-    if module.startswith(_OURS):
+    if package == "rematplan" and not module.startswith(_NETWORKS):
         return True
     if package in own:
         return False

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.models import build
 
 
 class Net(nn.Module):
@@ -118,6 +119,15 @@ def test_nothing_is_planned_before_the_first_training_call() -> None:
         model(*batch())
     assert rematplan.planning(model).plans == ()
     model(*batch())
+    assert len(rematplan.planning(model).plans) == 1
+
+
+def test_a_network_of_the_zoo_is_captured_once() -> None:
+    """Its functions are in the same package as those that plan it, and only its own are guarded."""
+    model = planned_in_place(build("unet", width=2), budget="100%")
+    for _ in range(3):
+        model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+        model.zero_grad()
     assert len(rematplan.planning(model).plans) == 1
 
 
