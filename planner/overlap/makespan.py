@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Needs, Sharing
 
@@ -11,6 +12,12 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
     """Return the predicted time of a step on two lanes, in the unit of `Op.cost`. Lanes start ops as soon as
     ``needs`` allow.
     """
+    return max((end for _, end in times_on_lanes(plan, needs, sharing)), default=0.0)
+
+
+def times_on_lanes(plan: Laned, needs: Needs, sharing: Sharing) -> list[tuple[float, float]]:
+    """Return when each run of a plan on two lanes begins and ends, as `makespan` predicts. The last entry is the step's
+    end."""
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
         [
@@ -19,8 +26,10 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
         ]
         for lane, n in zip(where.lanes, needs, strict=True)
     ]
-    now = sum(graph.op[name].cost for name in runs[: where.fork]) + sharing.start
-    done = [0, 0]
+    ends = list(accumulate((graph.op[name].cost for name in runs[: where.fork]), initial=0.0))
+    times = [*pairwise(ends), *[(0.0, 0.0)] * (len(runs) - where.fork)]
+    now = ends[-1] + sharing.start
+    done, begun = [0, 0], [now, now]
     left = [lane[0] if lane else 0.0 for lane in cost]
     # At a speed of at least 0.5, the result is at most the sum of all costs and handovers.
     while any(done[lane] < len(cost[lane]) for lane in (MAIN, RECOVERY)):
@@ -31,12 +40,15 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
         ]
         work = min(left[lane] for lane in running)
         now += work / (sharing.speed if len(running) > 1 else 1.0)
+        begun = [begun[lane] if lane in running else now for lane in (MAIN, RECOVERY)]
         for lane in running:
             left[lane] -= work
             if left[lane] <= 0:
+                times[where.lanes[lane][done[lane]]] = (begun[lane], now)
                 done[lane] += 1
+                begun[lane] = now
                 left[lane] = cost[lane][done[lane]] if done[lane] < len(cost[lane]) else 0.0
-    return now
+    return [*times, (now, now)]
 
 
 def _waits(needs: Sequence[int]) -> list[bool]:

@@ -37,3 +37,12 @@ def show_share(part: float, whole: float) -> str:
 def show_overhead(plan: Plan) -> str:
     """Format a plan's overhead (extra time as a share of the time without recomputation) as a percentage."""
     return f"{100 * plan.estimate.overhead:.2f} %"
+
+
+def unit_of(n: int) -> tuple[str, int]:
+    """Return the name and the size in bytes of the largest unit (GiB, MiB, KiB or B) that is not above ``n`` bytes."""
+    return next(
+        (unit, size)
+        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+        if n >= size or size == 1
+    )

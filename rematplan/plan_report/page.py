@@ -4,12 +4,13 @@ page needs no network: the JavaScript that draws is in it."""
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
-from rematplan.plan_report.labels import LABELS, show_overhead, show_seconds
+from rematplan.plan_report.labels import LABELS, show_overhead, show_seconds, unit_of
 from rematplan.plan_report.replay import (
     RECOMPUTED,
     Branch,
@@ -21,7 +22,9 @@ from rematplan.plan_report.replay import (
     run_again,
     time_by_op,
 )
+from rematplan.planner.core.lane_schedule import MAIN, RECOVERY, Laned, Sharing, needs_of, placed
 from rematplan.planner.core.plan import Plan, peak_op
+from rematplan.planner.overlap.makespan import times_on_lanes
 from rematplan.planner.peak_report import GRADIENTS
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -34,17 +37,22 @@ KINDS = {
     "workspace": "#E69F00",
 }
 """The colours of the other kinds of memory; of Okabe and Ito's palette."""
+LONGEST = 28
+"""The most characters of an op's kind next to its bar; a longer one is shortened in the middle."""
+LANES = ("main lane", "recovery lane")
+PIXELS = 1000
+"""About as many has a picture from left to right."""
 MOST_OPS = 20
 """How many kinds of ops the picture of the step's time shows."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #ffffff; --line: #d8dde6; --soft: #5c6675 }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --paper: #14171c; --line: #343b46; --soft: #a3acba } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-  max-width: 1100px; padding: 0 1rem }
+  max-width: 1100px; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem }
 p { color: var(--soft); margin: .2rem 0 .6rem } table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere } .n { text-align: right; white-space: nowrap }
+  vertical-align: top } .wide { overflow-x: auto } .n { text-align: right; white-space: nowrap }
 details { margin-left: 1.2rem } summary { padding: .15rem 0 } .leaf { margin-left: 2.2rem; padding: .15rem 0 }
 .f { color: var(--soft) }
 """
@@ -101,6 +109,7 @@ def page(subject: Subject) -> str:
         f"<h1>{_text(graph.name)}</h1><p>{_text(said)}</p>",
         "<h2>Memory over the step</h2><p>By kind. Point at a place to see the op that runs there.</p>",
         _drawn("memory", _memory(subject, found, base)),
+        *_lanes(subject, found),
         "<h2>Memory against time</h2><p>Each point is a plan.</p>",
         _drawn("trade-off", _trade_off(subject, base)),
         "<h2>What is recomputed</h2>",
@@ -110,10 +119,11 @@ def page(subject: Subject) -> str:
         f"{show_bytes(graph.input_bytes)}.</p>",
         _held(subject, found),
         "<h2>The step's time by op</h2>",
-        _drawn("times", _times(found, subject.kinds)),
+        _drawn("times", _times(subject, found)),
     ]
     head = (
-        f'<meta charset="utf-8"><title>{_text(graph.name)}: rematplan</title><link rel="icon" href="data:,">'
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+        f"<title>{_text(graph.name)}: rematplan</title>"
         f"<style>{STYLE}</style><script>{get_plotlyjs()}</script><script>{DRAW}</script>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>'
@@ -121,6 +131,11 @@ def page(subject: Subject) -> str:
 
 def _text(text: object) -> str:
     return html.escape(str(text))
+
+
+def _name(name: str) -> str:
+    """Return a name as HTML that may be broken after its dots and underscores."""
+    return re.sub(r"([._])", r"\1<wbr>", _text(name))
 
 
 def _budget(plan: Plan) -> str:
@@ -141,24 +156,27 @@ def _figure(x: str, y: str, height: int = 420) -> Any:
         layout={
             "template": "none",
             "height": height,
-            "margin": {"l": 70, "r": 20, "t": 10, "b": 50},
+            "margin": {"l": 70, "r": 20, "t": 34, "b": 50},
+            "modebar": {"bgcolor": clear, "color": "#808080", "activecolor": "#0072B2"},
             "paper_bgcolor": clear,
             "plot_bgcolor": clear,
             "xaxis": {"title": x, **grid},
             "yaxis": {"title": y, "rangemode": "tozero", **grid},
-            "legend": {"orientation": "h", "y": -0.2},
+            "legend": {"orientation": "h", "y": -75 / (height - 84)},  # below the axis's title
         }
     )
 
 
 def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
-    figure = _figure("time (ms)", "MiB", 480)
+    plan = subject.plan
+    unit, scale = unit_of(max(base.peak, plan.peak))
+    figure = _figure("time (ms)", unit, 480)
     figure.update_layout(hovermode="x")
     times = [run.start / 1e3 for run in found.runs]
     for k, (kind, row) in enumerate(found.by_kind().items()):
         figure.add_scatter(
             x=times,
-            y=_mebibytes(row),
+            y=_in_units(row, scale),
             name=LABELS.get(kind, kind),
             stackgroup="plan",
             line={"width": 0, "shape": "hv"},
@@ -167,7 +185,7 @@ def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
         )
     figure.add_scatter(
         x=times,
-        y=_mebibytes(found.totals()),
+        y=_in_units(found.totals(), scale),
         name="the plan",
         line={"width": 1, "color": "#808080", "shape": "hv"},
         text=_said(subject, found),
@@ -176,20 +194,20 @@ def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
     plain = replay(subject.graph, base, {})
     figure.add_scatter(
         x=[run.start / 1e3 for run in plain.runs],
-        y=_mebibytes(plain.totals()),
+        y=_in_units(plain.totals(), scale),
         name="no recompute",
         line={"width": 1, "color": "#CC79A7", "dash": "dot", "shape": "hv"},
         hoverinfo="skip",
     )
-    if subject.plan.budget is not None:
+    if plan.budget is not None:
         line = {"color": "#D00000", "dash": "dash", "width": 1.5}
-        y = subject.plan.budget / 2**20
+        y = plan.budget / scale
         figure.add_hline(y=y, line=line, annotation_text="budget", annotation_position="top left")
     return figure
 
 
-def _mebibytes(row: Sequence[int]) -> list[float]:
-    return [round(n / 2**20, 6) for n in row]
+def _in_units(row: Sequence[int], scale: int) -> list[float]:
+    return [round(n / scale, 6) for n in row]
 
 
 def _said(subject: Subject, found: Replay) -> list[str]:
@@ -225,8 +243,77 @@ def _said(subject: Subject, found: Replay) -> list[str]:
     return said
 
 
+def _lanes(subject: Subject, found: Replay) -> Iterator[str]:
+    """Yield when the two lanes of a plan compute what; nothing for a plan on one lane."""
+    lanes = subject.plan.lanes
+    if lanes is None:
+        return
+    laned = Laned(
+        subject.graph,
+        tuple(run.op for run in found.runs),
+        placed(lanes.fork, lanes.recovery, len(found.runs)),
+    )
+    times = times_on_lanes(laned, needs_of(laned.where, lanes.waits), Sharing(lanes.speed))
+    figure = _figure("time (ms)", "", 260)
+    for name, again, colour in (("first runs", False, "#0072B2"), ("recomputed", True, KINDS[RECOMPUTED])):
+        bars = list(_bars(laned, found, times, again))
+        figure.add_bar(
+            y=[LANES[bar.lane] for bar in bars],
+            base=[bar.start / 1e3 for bar in bars],
+            x=[(bar.end - bar.start) / 1e3 for bar in bars],
+            name=name,
+            orientation="h",
+            marker={"color": colour, "line": {"width": 0}},
+            text=[f"{bar.first}{f' … {bar.last}' if bar.last != bar.first else ''}" for bar in bars],
+            textposition="none",
+            hovertemplate="%{text}: from %{base:.4f} ms, %{x:.4f} ms<extra></extra>",
+        )
+    yaxis = {"automargin": True, "categoryarray": LANES[::-1], "categoryorder": "array"}
+    figure.update_layout(barmode="overlay", yaxis=yaxis)
+    yield "<h2>The two lanes</h2>"
+    one, two = (show_seconds(time / 1e6) for time in (subject.plan.estimate.cost, lanes.makespan))
+    yield (
+        f"<p>From the first backward op on, what is recomputed runs on a lane of its own: {len(lanes.recovery)} runs, "
+        f"{len(lanes.waits)} waits. The step takes {two} instead of {one} on one lane, if each lane has "
+        f"{100 * lanes.speed:g} % of its speed while both work. At any speed, the lanes hold at most "
+        f"{show_bytes(lanes.peak)}.</p>"
+    )
+    yield _drawn("lanes", figure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """Runs of one lane without a gap between them, first runs or runs again."""
+
+    lane: int
+    first: str
+    last: str
+    start: float
+    end: float
+
+
+def _bars(laned: Laned, found: Replay, times: Sequence[tuple[float, float]], again: bool) -> Iterator[_Bar]:
+    """Yield the runs as bars. Runs that would be narrower than a pixel are one bar with those that follow."""
+    narrow = times[-1][1] / PIXELS
+    for lane in (MAIN, RECOVERY):
+        bar: _Bar | None = None
+        for at, run in enumerate(found.runs):
+            if run.again != again or laned.where.where.get(at, (MAIN, 0))[0] != lane:
+                continue
+            start, end = times[at]
+            if bar and bar.end - bar.start < narrow and start - bar.end < narrow:
+                bar = replace(bar, last=run.op, end=end)
+                continue
+            if bar:
+                yield bar
+            bar = _Bar(lane, run.op, run.op, start, end)
+        if bar:
+            yield bar
+
+
 def _trade_off(subject: Subject, base: Plan) -> Any:
-    figure = _figure("peak (MiB)", "overhead (%)")
+    unit, scale = unit_of(base.peak)
+    figure = _figure(f"peak ({unit})", "overhead (%)")
     groups = {
         "other plans": (subject.curve, "circle-open", "#0072B2"),
         "no recompute": ([base], "star", "#CC79A7"),
@@ -236,13 +323,14 @@ def _trade_off(subject: Subject, base: Plan) -> Any:
         ordered = sorted(plans, key=lambda plan: plan.estimate.peak)
         if ordered:
             figure.add_scatter(
-                x=[plan.estimate.peak / 2**20 for plan in ordered],
+                x=[plan.estimate.peak / scale for plan in ordered],
                 y=[100 * plan.estimate.overhead for plan in ordered],
                 name=name,
                 mode="lines+markers" if len(ordered) > 1 else "markers",
                 line={"shape": "hv", "width": 1},
                 marker={"symbol": symbol, "size": 10, "color": colour},
-                hovertemplate="%{x:.2f} MiB, +%{y:.2f} %",
+                hovertemplate=f"%{{x:.2f}} {unit}, +%{{y:.2f}} %",
+                cliponaxis=False,
             )
     return figure
 
@@ -268,27 +356,32 @@ def _figures(branch: Branch, times: int) -> str:
 
 def _held(subject: Subject, found: Replay) -> str:
     rows = [
-        f"<tr><td>{_text(h.tensor)}</td><td class=n>{show_bytes(h.bytes)}</td><td>{_text(h.op)}<br>"
-        f'<span class="f">{_text(h.module)}</span></td><td>{_text(", ".join(h.readers[:4]) or "nobody")}</td>'
+        f"<tr><td>{_name(h.tensor)}</td><td class=n>{show_bytes(h.bytes)}</td><td>{_name(h.op)}<br>"
+        f'<span class="f">{_name(h.module)}</span></td><td>{_name(", ".join(h.readers[:4]) or "nobody")}</td>'
         f"<td>{_text(h.advice)}</td></tr>"
         for h in held_at_peak(subject.graph, subject.plan, found)
     ]
     titles = ("tensor", "bytes", "written by", "read by", "what would lower the peak")
-    return f"<table><tr>{''.join(f'<th>{t}</th>' for t in titles)}</tr>{''.join(rows)}</table>"
+    head = "".join(f"<th>{title}</th>" for title in titles)
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _times(found: Replay, kinds: Mapping[str, str]) -> Any:
-    rows = list(time_by_op(found, kinds).items())[:MOST_OPS][::-1]
-    rows = [(kind.removeprefix("aten.").removesuffix(".default"), row) for kind, row in rows]
+def _times(subject: Subject, found: Replay) -> Any:
+    rows = list(time_by_op(found, subject.kinds).items())[:MOST_OPS][::-1]
+    names = [kind.removeprefix("aten.").removesuffix(".default") for kind, _ in rows]
+    kinds = list(map(_text, names))
     figure = _figure("ms", "", 120 + 22 * len(rows))
     for name, part, colour in (("first runs", 1, "#0072B2"), ("run again", 2, "#56B4E9")):
         figure.add_bar(
-            y=[_text(kind) for kind, _ in rows],
+            y=kinds,
             x=[row[part] / 1e3 for _, row in rows],
             name=name,
             orientation="h",
             marker={"color": colour},
             hovertemplate="%{y}: %{x:.4f} ms<extra></extra>",
         )
-    figure.update_layout(barmode="stack", yaxis={"automargin": True})
+    half = LONGEST // 2
+    shown = [_text(name if len(name) <= LONGEST else f"{name[:half]}…{name[-half:]}") for name in names]
+    yaxis = {"automargin": True, "tickvals": kinds, "ticktext": shown}
+    figure.update_layout(barmode="stack", yaxis=yaxis)
     return figure

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
 from rematplan.ir.problem_json import write_whole
+from rematplan.plan_report.labels import unit_of
 from rematplan.planner.core.plan import Plan, by_peak
 
 # Okabe and Ito's palette: colour-blind readers can tell its colours apart. Markers differ as well, for grey prints.
@@ -264,12 +265,3 @@ def _add_share_axis(axes: Axes, one_percent: float) -> None:
         return percent * one_percent
 
     axes.secondary_xaxis("top", functions=(to_share, from_share)).set_xlabel("% of the no-recompute peak")
-
-
-def unit_of(n: int) -> tuple[str, int]:
-    """Return the name and the size in bytes of the largest unit (GiB, MiB, KiB or B) that is not above ``n`` bytes."""
-    return next(
-        (unit, size)
-        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-        if n >= size or size == 1
-    )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, save_png, unit_of
+from rematplan.plan_report.labels import unit_of
+from rematplan.report.plot import COLOURS, MARKERS, TOP_COLOUR, save_png
 
 if TYPE_CHECKING:
     from rematplan.report.comparison_row import Rival

@@ -8,8 +8,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
+from rematplan.plan_report.labels import unit_of
 from rematplan.plans.range_planning import RangePlan
-from rematplan.report.plot import COLOURS, MARKERS, save_png, unit_of
+from rematplan.report.plot import COLOURS, MARKERS, save_png
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:

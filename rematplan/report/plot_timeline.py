@@ -11,9 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rematplan.ir import show_bytes
+from rematplan.plan_report.labels import unit_of
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.timeline import Timeline
-from rematplan.report.plot import COLOURS, save_png, unit_of
+from rematplan.report.plot import COLOURS, save_png
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", COLOURS[5]),

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,17 @@ from torch import nn
 
 import rematplan
 from rematplan.cli import main
-from rematplan.ir import Op, Tensor, TrainingGraph, save_problem
+from rematplan.ir import Op, Tensor, TrainingGraph, save_problem, show_bytes
 from rematplan.plan_report.memory_trace import allocations, chrome_trace, snapshot
 from rematplan.plan_report.page import Subject, page
 from rematplan.plan_report.replay import Replay, folded, held_at_peak, replay, run_again, time_by_op
+from rematplan.planner.arrays.phases import infer_phases
+from rematplan.planner.core.lane_schedule import Laned, Sharing, needs_of, placed
 from rematplan.planner.core.plan import Plan, load_plan_with_problem, plan_from_runs, save_plan
-from rematplan.planner.core.schedule import Run
+from rematplan.planner.core.schedule import Run, runs_of
 from rematplan.planner.core.simulator import resident_bytes
+from rematplan.planner.overlap.makespan import times_on_lanes
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 
 LAYERS = 4
 HOSTILE = "</script><script>alert(1)</script><b>"
@@ -105,6 +110,31 @@ def test_the_page_is_whole_and_safe(graph: TrainingGraph, plan: Plan, modules: d
     assert "0 … 1 ×2" in body
     assert body.count('class="plot"') == 3
     assert "prefers-color-scheme: dark" in text
+
+
+def test_a_plan_on_two_lanes_shows_when_they_work(graph: TrainingGraph, plan: Plan) -> None:
+    pytest.importorskip("plotly")
+    marked = infer_phases(graph)
+    laned = on_two_lanes(marked, plan, plan.peak)
+    assert laned is not None
+    assert laned.lanes is not None
+    text = page(Subject(marked, laned))
+    assert text.count('class="plot"') == 4
+    assert f"At any speed, the lanes hold at most {show_bytes(laned.lanes.peak)}." in text
+    runs = tuple(runs_of(laned.schedule))
+    where = placed(laned.lanes.fork, laned.lanes.recovery, len(runs))
+    needs = needs_of(where, laned.lanes.waits)
+    *times, (_, end) = times_on_lanes(Laned(marked, runs, where), needs, Sharing(laned.lanes.speed))
+    assert end == pytest.approx(laned.lanes.makespan)
+    for lane in where.lanes:
+        assert all(times[a][1] <= times[b][0] for a, b in pairwise(lane))
+    assert all(times[run][0] >= times[awaited][1] for run, awaited in laned.lanes.waits)
+    assert all(end - start >= marked.op[name].cost for name, (start, end) in zip(runs, times, strict=True))
+
+
+def test_names_may_be_broken_where_a_person_would(graph: TrainingGraph, plan: Plan) -> None:
+    pytest.importorskip("plotly")
+    assert "tanh_<wbr>" in page(Subject(graph, plan))
 
 
 def test_allocations_sum_to_the_resident_bytes(graph: TrainingGraph, plan: Plan, found: Replay) -> None:
