@@ -55,6 +55,7 @@ class PlanStore:
         self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
         self._refused: dict[Key, list[tuple[InfeasibleBudget, float]]] = {}
+        self._lean: dict[str, None] = {}  # the structures of refused problems
         self._latest: list[tuple[str, Plan]] = []
         self._families: dict[str, PlanFamily] = {}
 
@@ -102,6 +103,14 @@ class PlanStore:
             del self._refused[next(iter(self._refused))]
         for plan in error.plans:
             self.family(problem).add(problem, plan)
+        if error.plans:
+            self._lean[problem.structure] = None
+        while len(self._lean) > FAMILIES:
+            del self._lean[next(iter(self._lean))]
+
+    def has_lean_plans(self, problem: TrainingGraph) -> bool:
+        """Return whether a problem with the same ops and tensors was refused, after a search for small peaks."""
+        return problem.structure in self._lean
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
         """Return the error to raise if an at least equal budget was refused by a proof or a search of about

@@ -170,6 +170,7 @@ class Captures:
             if found.carries:
                 plans = instance.forward.plans(arrived, self.most)
                 _learn(plans, instance, found, shapes, planner, arrived)
+                _learn_around(plans, instance, planner, arrived)
                 compile_ = _compiler(plans, instance, steps)
         running = Running.of(found, compile_)
         entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
@@ -204,6 +205,18 @@ def _learn(
             other = planner.problem_at(with_expected_tangents(known.step(), arrived))
             plans.learn(known.sizes, known.batch, *other, planner)
     plans.learn(instance.sizes, instance.batch, found.step, found.problem, planner)
+
+
+def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arrived: frozenset[str]) -> None:
+    """Remember the problems for fewer and for more selected elements, too, with a plan for more: each call has other
+    numbers, and plans are used between sizes with known problems."""
+    for counts in instance.counts_around:
+        with suppress(NotSymbolic, ModelError):
+            other = instance.forward.found(None, instance.batch[: -len(counts)], counts)
+            if other is not None and other.instance is not None:
+                step, problem = planner.problem_at(with_expected_tangents(other.step, arrived))
+                plans.learn(other.instance.sizes, other.instance.batch, step, problem, planner)
+                planner.plan_ahead(problem)
 
 
 def _compiler(

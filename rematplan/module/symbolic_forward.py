@@ -61,6 +61,13 @@ class Instance:
     """The batch's tensors on the device ``meta``, with equal sizes, strides and storage sizes, and those of counts
     (`with_counts`)."""
 
+    @property
+    def counts_around(self) -> tuple[tuple[int, ...], ...]:
+        """Half and three halves of the numbers of selected elements; empty if the forward takes none as sizes."""
+        several = len(self.forward.guard.decided.counts)
+        counts = [len(carrier) for carrier in self.batch[len(self.batch) - several :]]
+        return (tuple(n // 2 for n in counts), tuple(n + n // 2 for n in counts)) if counts else ()
+
     def step(self) -> CapturedStep:
         """Make the captured step for this batch, before planning. Each call makes another object."""
         return self.forward.step_at(self.batch, self.sizes)

@@ -184,7 +184,7 @@ def plan_within(
     known_ones = stored if strategy.resumes else starts
     try:
         if hurried and strategy.resumes:
-            check_floor(strategy, graph, budget, stored)
+            check_floor(strategy, graph, budget, stored, lean=store.has_lean_plans(graph))
         plan = _plan_or_lower(strategy, graph, budget, progress, known_ones, stored)
     except InfeasibleBudget as error:
         for known_one in error.plans if strategy.lasting else ():

@@ -41,10 +41,12 @@ def _lean_plans(graph: TrainingGraph, effort: Effort) -> list[Plan]:
     return found
 
 
-def check_floor(strategy: Strategy, graph: TrainingGraph, budget: int, known: Iterable[Plan] = ()) -> None:
+def check_floor(
+    strategy: Strategy, graph: TrainingGraph, budget: int, known: Iterable[Plan] = (), *, lean: bool = False
+) -> None:
     """Raise `InfeasibleBudget`, without a search for a plan within the budget, if a lower bound proves that none
-    fits."""
+    fits. ``lean``: whether small peaks were searched for before, so that ``known`` has such plans."""
     if min_peak_bound(graph).bytes > budget:
-        plan = min((leanest_plan(graph), *known), key=by_peak)
-        effort = Effort(CHEAP_SECONDS)
+        plan = min((leanest_plan(graph, known if lean else ()), *known), key=by_peak)
+        effort = Effort(0.0 if lean else CHEAP_SECONDS)
         raise refusal(strategy.name, graph, budget, plan, effort, known="proven")

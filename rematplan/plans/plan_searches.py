@@ -11,7 +11,7 @@ from rematplan.planner.background import shared
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Progress, Strategy
+from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.options import QUICK, PlanOptions
@@ -39,6 +39,17 @@ def one_lane_plan(
     if found is None:
         found = _searched(options, store, graph, budget, progress)
     return replace(found, fingerprint=graph.fingerprint)
+
+
+def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget) -> None:
+    """Store a plan of a problem, from a short search; `InfeasibleBudget` if that finds none."""
+    amount, chosen = fixed_bytes(budget), options.strategy
+    if amount is None or not isinstance(chosen, Auto) or amount < min_peak_bound(graph).bytes:
+        return
+    if (found := plan_at_once(graph, amount, store)) is not None:
+        store.put(graph, amount, found)
+    else:
+        plan_within(replace(chosen, time_limit=QUICK), graph, amount, silent, store=store)
 
 
 def _searched(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -20,7 +20,13 @@ from rematplan.plans.fusing import with_fused_kernels
 from rematplan.plans.in_flight import plan_in_flight
 from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE, UNSPLIT
-from rematplan.plans.plan_searches import background_search, fixed_bytes, one_lane_plan, store_key
+from rematplan.plans.plan_searches import (
+    background_search,
+    fixed_bytes,
+    one_lane_plan,
+    quick_plan,
+    store_key,
+)
 from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
@@ -266,6 +272,11 @@ class Planner(StepProblems):
                 f"None before it (optimizer.zero_grad()), or state a larger budget"
             )
             return None
+
+    def plan_ahead(self, problem: TrainingGraph) -> None:
+        """Store a plan of a problem that may follow, if a short search finds one."""
+        with suppress(InfeasibleBudget):
+            quick_plan(self.options, self.store, problem, self.limit(problem))
 
     def _within(self, budget: int) -> Planner:
         """Return this planner with another budget. ``budget``: bytes."""

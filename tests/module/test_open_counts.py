@@ -92,6 +92,15 @@ def test_one_capture_serves_all_counts(choose: Callable[[Tensor, Tensor], Tensor
     assert (stats.captures, stats.open_captures) == (1, 1)
 
 
+def test_the_plan_of_another_number_is_used_without_its_step() -> None:
+    plain = Selecting(of_labels)
+    ours = rematplan.plan_module(copy.deepcopy(plain), masked(20), budget="1GiB", costs="roofline")
+    for chosen in (20, 21, 22, 23, 18, 27):
+        equal_after(loss(*masked(chosen)), ours, plain)
+    stats = rematplan.planning(ours).stats()
+    assert (stats.captures, stats.open_captures, stats.carried) == (1, 1, 4)
+
+
 class Moving(Selecting):
     """Makes a list of its anchors again in each call, as detectors do that move them to the batch's device."""
 

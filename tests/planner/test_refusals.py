@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -20,6 +21,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
+from rematplan.plans import over_budget_plans
 from rematplan.plans.budgets import plan_within
 from rematplan.plans.over_budget_plans import check_floor
 
@@ -78,6 +80,19 @@ def test_a_refusal_without_a_search_names_both_budgets_too(problems: ModuleType)
         check_floor(Auto(), graph, min_peak_bound(graph).bytes - 1)
     error = caught.value
     assert error.plan.peak == error.smallest < error.cheap < no_recompute(graph).peak
+
+
+def test_a_later_refusal_at_other_sizes_takes_known_plans_without_a_search(
+    problems: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, store = problems.residual((2, 2)), PlanStore()
+    with pytest.raises(InfeasibleBudget) as first:
+        plan_within(Auto(), graph, min_peak_bound(graph).bytes - 1, store=store, hurried=True)
+    larger = replace(graph, tensors=tuple(replace(t, bytes=2 * t.bytes) for t in graph.tensors))
+    monkeypatch.setattr(over_budget_plans, "find_smallest_peak", None)
+    with pytest.raises(InfeasibleBudget) as second:
+        plan_within(Auto(), larger, min_peak_bound(larger).bytes - 1, store=store, hurried=True)
+    assert second.value.smallest <= 2 * first.value.smallest
 
 
 @pytest.mark.parametrize("strategy", [StoreAll(), ChenSqrt(), Anneal(moves=1000)])
