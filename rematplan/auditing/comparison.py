@@ -111,7 +111,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
         rounding += more
         faults += faults_of(step.model, found, seen) if not faults else ()
     notes += rounding if not faults else ()
-    if not seen.checkpointed and not faults:
+    if not (seen.checkpointed or seen.regions or faults):
         notes.append("nothing is recomputed: no checkpointing ran in this step")
     return Comparison(tuple(faults), tuple(notes), used)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -45,6 +46,14 @@ def _host_draws(d: FirstDifference) -> bool:
     return len(states) > 2 and states[0] != states[1] and states[0] != states[2]
 
 
+def _draws_left_out(d: FirstDifference) -> bool:
+    return _draws_before(d.region.first, d.first) > _draws_before(d.region.again, d.again)
+
+
+def _draws_before(runs: Sequence[OpRun], last: OpRun) -> int:
+    return sum(bool(run.draws) for run in takewhile(lambda run: run is not last, runs))
+
+
 def _other_module(d: FirstDifference) -> bool:
     return bool(d.again.module) and all(run.module != d.again.module for run in d.region.first)
 
@@ -70,6 +79,11 @@ CAUSES = (
         lambda d: d.again.draws == "own",
         "torch.utils.checkpoint restores PyTorch's global generators only: draw outside of the checkpoint, and pass "
         "the numbers in",
+    ),
+    Cause(
+        "the recomputation leaves out random numbers, as dropout does in eval mode,",
+        _draws_left_out,
+        "run the function again in the mode of the forward: do not call eval() in a backward",
     ),
     Cause(
         "NumPy's or Python's random numbers are drawn again",

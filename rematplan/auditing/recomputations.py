@@ -299,8 +299,8 @@ def _value(t: torch.Tensor) -> Value:
 
 
 def _sample(t: torch.Tensor) -> torch.Tensor:
-    flat = t.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].double().cpu() if not t.is_complex() else flat[:0].real
+    flat = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].double().cpu()
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

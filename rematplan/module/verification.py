@@ -109,7 +109,7 @@ def tensor_differences(
 ) -> list[Difference]:
     """Return the tensors that differ between two runs by a bit, by name, or are in one only. Gradients' names begin
     with ``gradient``."""
-    gradients = [t.double().norm() for name, t in expected.items() if name.startswith("gradient ")]
+    gradients = [_wide(t).norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []
     for name in dict.fromkeys((*expected, *found)):
@@ -119,10 +119,15 @@ def tensor_differences(
         elif a.shape != b.shape:
             differences.append(Difference(name, math.inf, math.inf))
         elif not same_bits(a, b):
-            distance = (a.double() - b.double()).abs()
-            scale = max(float(a.double().norm()), floor if name.startswith("gradient ") else 0.0) or 1.0
+            distance = (_wide(a) - _wide(b)).abs()
+            scale = max(float(_wide(a).norm()), floor if name.startswith("gradient ") else 0.0) or 1.0
             differences.append(Difference(name, float(distance.max()), float(distance.norm()) / scale))
     return differences
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64; of complex numbers, their two parts."""
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

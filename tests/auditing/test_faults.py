@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import broken_models as broken
+import more_broken_models as more
 import pytest
 import torch
 from torch import nn
@@ -177,6 +178,30 @@ TABLE = {
         partial(broken.second_step, True),
         Expected("the step raises ValueError: not again", "", "", "the step raises ValueError: not again"),
     ),
+    "eval mode": (
+        more.eval_mode,
+        Expected("leaves out random numbers", "blocks.0.2", "tanh", "gradient blocks.0.0.weight"),
+    ),
+    "input in half": (
+        more.input_kept_in_half,
+        Expected("reads another tensor", "blocks.0.first", "addmm", "gradient blocks.0.first.weight"),
+    ),
+    "no gradients of parameters": (
+        more.no_gradients_of_parameters,
+        Expected("the backward of OfTheInputOnly is not", "", "", "gradient blocks.0.first.weight"),
+    ),
+    "seed of a counter": (
+        more.seed_of_a_counter,
+        Expected("of the model's own", "blocks.0.middle", "rand", "gradient stem.weight"),
+    ),
+    "offload in the wrong order": (
+        more.offload_in_the_wrong_order,
+        Expected("hooks on saved tensors (put_away)", "layers.2", "", "gradient layers.2.weight"),
+    ),
+    "other function": (
+        more.other_function_in_the_recomputation,
+        Expected("the backward of Doubling is not", "", "", "gradient stem.weight"),
+    ),
     "flag": (
         broken.flag_without_effect,
         Expected("a flag for checkpointing has no effect", "layers.0", "", "layers.0.gradient_checkpointing"),
@@ -202,6 +227,14 @@ def test_a_fault_is_named(name: str) -> None:
     assert fault.advice or "raises" in fault.cause
     assert fault.error > 1e-6
     assert math.isinf(fault.op_error) or fault.op_error > 1e-4 or not fault.op
+
+
+def test_a_complex_gradient_is_compared_in_both_parts() -> None:
+    model, inputs = more.imaginary_part_of_a_gradient()
+    weight = model.get_parameter("weight")
+    found = audit(model, inputs, plain=lambda x: (x * weight).real, plan=False)
+    assert found.faults[0].cause == "the backward of Turned is not the derivative of its forward"
+    assert found.faults[0].error == pytest.approx(1.0)
 
 
 def test_a_loss_in_chunks_is_compared_with_another_implementation() -> None:

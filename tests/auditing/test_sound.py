@@ -8,6 +8,7 @@ import broken_models as broken
 import pytest
 import torch
 from broken_models import Block, Checkpointed, Pair, Recompute, UnderAutocast, batch
+from sound_models import MODELS
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
@@ -292,6 +293,16 @@ def test_both_kinds_of_checkpoints_are_sound(make: Callable[[bool], Pair], reent
 @pytest.mark.parametrize("make", ONE)
 def test_other_forms_are_sound(make: Callable[[], Pair]) -> None:
     assert_sound(*make())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_many_models_are_sound(name: str) -> None:
+    torch.manual_seed(0)
+    assert_sound(*MODELS[name]())
+
+
+def test_an_op_need_not_run_again_where_a_checkpoint_runs() -> None:
+    assert audit(*MODELS["mapped_by_vmap"](), plan=False).notes == ()
 
 
 def assert_sound(model: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

@@ -1,0 +1,141 @@
+"""More models with wrong checkpointing, most of them with hand-made Functions."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from broken_models import WIDTH, Block, Checkpointed, Pair, batch
+from torch import nn
+
+
+class Again(torch.autograd.Function):
+    """A hand-made checkpoint that keeps its input in float16 if ``half``, and runs again in eval mode if ``evals``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module, half: bool, evals: bool) -> Any:
+        ctx.module, ctx.evals = module, evals
+        ctx.save_for_backward(x.half() if half else x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().float().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module.train(not ctx.evals)(x)
+        ctx.module.train()
+        torch.autograd.backward(out, gradients)
+        return x.grad, None, None, None
+
+
+class OfTheInputOnly(Again):
+    """A hand-made checkpoint that forgets the gradients of parameters."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        return *torch.autograd.grad(out, x, *gradients), None, None, None
+
+
+def eval_mode() -> Pair:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Tanh())
+    return Checkpointed(layers, run=lambda block, x: Again.apply(x, block, False, True)), (batch(),)
+
+
+def input_kept_in_half() -> Pair:
+    return Checkpointed(Block(), run=lambda block, x: Again.apply(x, block, True, False)), (batch(),)
+
+
+def no_gradients_of_parameters() -> Pair:
+    run = OfTheInputOnly.apply
+    return Checkpointed(Block(), run=lambda block, x: run(x, block, False, False)), (batch(),)
+
+
+class Seeded(nn.Module):
+    """Dropout whose seed is a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seed += 1
+        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(self.seed))
+        return x * (drawn < 0.5) * 2
+
+
+def seed_of_a_counter() -> Pair:
+    return Checkpointed(Block(Seeded())), (batch(),)
+
+
+def offload_in_the_wrong_order() -> Pair:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+            )
+
+        def forward(self, x: torch.Tensor) -> Any:
+            kept = deque[torch.Tensor]()
+
+            def put_away(t: torch.Tensor) -> Any:
+                kept.append(t.clone())
+                return t.shape
+
+            def fetch(shape: Any) -> torch.Tensor:
+                at = next(i for i, t in enumerate(kept) if t.shape == shape)  # the first one in, not the last
+                found = kept[at]
+                del kept[at]
+                return found
+
+            with torch.autograd.graph.saved_tensors_hooks(put_away, fetch):
+                return self.layers(x)
+
+    return Queue(), (batch(),)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def other_function_in_the_recomputation() -> Pair:
+    class Split(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Doubling.apply(x) if torch._C._current_graph_task_id() != -1 else x.clone()
+
+    return Checkpointed(Block(Split()), use_reentrant=True), (batch(),)
+
+
+class Turned(torch.autograd.Function):
+    """Multiplies by a complex weight, whose gradient is turned by 90°."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * weight).real
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        # That of the plain product is gradient · x: equal in its real part.
+        return (gradient * weight.conj()).real, (gradient * x * (1 + 1j)).sum(0)
+
+
+def imaginary_part_of_a_gradient() -> Pair:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Turned.apply(x, self.weight)
+
+    return Weighted(), (batch(),)
