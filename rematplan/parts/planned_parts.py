@@ -199,7 +199,7 @@ class PlannedParts:
             raise ModelError(
                 f"a training call of {type(model).__name__} runs none of {', '.join([*self.parts][:4])} with gradients"
             )
-        why = "; ".join(f"{name}: {text}" for name, text in [*found.refused.items()][:2])
+        why = "; ".join(f"{name}: {text}" for name, text in [*(found.told or found.refused).items()][:2])
         raise ModelError(
             f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
         ) from self.error

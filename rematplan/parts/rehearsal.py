@@ -48,7 +48,11 @@ from rematplan.runtime.graph.compat import disable_current_modes, pytree
 
 FEW = 2
 """The number of ops in a forward below which nothing can be saved by planning it."""
-TOO_SMALL, IS_EQUAL = "it is too small", "it equals a module that is not planned"
+TOO_SMALL, IS_EQUAL, UNTRAINED = (
+    "it is too small",
+    "it equals a module that is not planned",
+    "it trains nothing in this step",
+)
 PLACES = (ResultTensor, ArgumentLeaf, ModuleTensor)
 """What stands for a tensor among the results of a captured forward."""
 UNKNOWN = 2
@@ -148,13 +152,13 @@ class Rehearsed:
 
     @property
     def told(self) -> Mapping[str, str]:
-        """Of `refused`, what a user can act on: no part is inside of the module, and the reason is not that it is small
-        or equals another one."""
+        """Of `refused`, what a user can act on: no part is inside of the module, and the reason is not that it is
+        small, trains nothing, or equals another one."""
         called = {name for name, _ in self.calls}
         return {
             name: why
             for name, why in self.refused.items()
-            if why not in (TOO_SMALL, IS_EQUAL) and not inside(name, called)
+            if why not in (TOO_SMALL, IS_EQUAL, UNTRAINED) and not inside(name, called)
         }
 
     @property
@@ -342,6 +346,7 @@ class Rehearsal:
             state = guards.ModuleTree(original.model).state(original.model)
             assert state is not None
             if not any(t.requires_grad for t in (*state.named.values(), *tensors_in(leaves))):
+                self._refused[name] = UNTRAINED
                 return None
             tracing = Tracing(name, original, leaves, spec, state)
             function = function_of(original)
@@ -355,12 +360,13 @@ class Rehearsal:
             try:
                 found = Captures(name, most=1).captured(tracing)
             except NoGradients:
+                self._refused[name] = UNTRAINED
                 return None
             except ModelError as error:
                 if self.stated:
                     raise
                 self._failed.add(key)
-                self._refused[name] = str(error)
+                self._refused[name] = str(error).removeprefix(f"{name}: ")
                 return None
             if not self.stated and (why := _unsuitable(found)):
                 self._failed.add(key)

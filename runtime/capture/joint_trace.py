@@ -64,12 +64,17 @@ _HIGHER_ORDER = (
     "submodules that do not"
 )
 _COMPILED = "it calls a compiled function; plan the function that was compiled, or see rematplan.backend"
+_BY_ADDRESS = (
+    "it calls a kernel with the address of a tensor, as Triton's are called (those of Liger, for example); make it an "
+    "op of PyTorch (torch.library.triton_op or custom_op), or use the layer without it"
+)
 _VARYING = "it makes nested tensors, whose sizes are not fixed; plan the submodules that do not"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
     "HigherOrderOperator": _HIGHER_ORDER,
     "dynamo-optimized": _COMPILED,
+    "Cannot access data pointer": _BY_ADDRESS,
     "shape_env must not be None": _VARYING,
 }
 """The meaning of the tracer's errors. The keys are parts of the errors' texts."""

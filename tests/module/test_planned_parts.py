@@ -1,6 +1,7 @@
 """Laws of several modules planned under one budget: bits equal to eager mode, peaks within the budget of all."""
 
 import copy
+import ctypes
 import itertools
 import pickle
 import random
@@ -562,6 +563,49 @@ def test_plans_of_all_parts_can_be_read() -> None:
     assert found.stats().plans == len(found.plans)
     with pytest.raises(UsageError, match="planned in parts"):
         _ = found.plan
+
+
+class Kernel(torch.autograd.Function):
+    """A copy by a function that takes addresses, as kernels of Triton do."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        ctypes.memmove(y.data_ptr(), x.data_ptr(), x.nbytes)
+        return y
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return 1 * gradient
+
+
+class Copied(nn.Module):
+    """A module that calls a kernel by its address."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Kernel.apply(x)
+        return found
+
+
+class Fused(Base):
+    """Such modules before and after blocks; the first trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Copied(), Copied()
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(self.after(super().body(self.before(x))))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_kernel_that_is_no_op_is_told_and_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    model, plain = made(Fused)
+    same_steps(in_parts(model, "95%"), plain, 3)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert (
+        "not planned: after (it calls a kernel with the address of a tensor, as Triton's are called" in said
+    )
 
 
 def test_the_plan_is_told_of_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
