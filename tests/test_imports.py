@@ -112,7 +112,7 @@ ONLY_IN = {
     "onnx_ir": ("ir/onnx/*.py",),
     "platformdirs": ("ir/cache_folder.py",),
     "pytorch_lightning": ("rematplan/integrations/lightning.py",),
-    "torchtitan": ("rematplan/integrations/torchtitan.py",),
+    "torchtitan": ("rematplan/integrations/torchtitan*.py",),
     "transformers": ("rematplan/integrations/transformers.py",),
     "ortools": (
         "planner/ilp/solver.py",
