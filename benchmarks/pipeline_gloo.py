@@ -234,8 +234,8 @@ def zbv(quick: bool, _folder: Path | None) -> None:
     pipe = planned(case, FULL, budget=int(SHARE * most), strategy=rematplan.Auto(time_limit=20.0))
     ((_, found),) = measured([task_of(case, pipe)])
     extra = [
-        sum(one.extra for one in rank.stages)
-        / sum(one.forward + one.backward + one.weight - one.extra for one in rank.stages)
+        sum(one.times.extra for one in rank.stages)
+        / sum(one.times.total - one.times.extra for one in rank.stages)
         for rank in pipe.ranks.values()
     ]
     for r in range(RANKS):

@@ -23,12 +23,12 @@ from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.blocks.lowering import Partition, lower
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.simulator import simulate
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
-from rematplan.planner.pipeline.messages import MessageBytes, message_memory
+from rematplan.planner.pipeline.messages import message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
@@ -200,16 +200,18 @@ def peaks(search: PipelineSearch, stages: Sequence[StagePlan]) -> list[int]:
 def with_all_buffers(stage: StagePlan, microbatches: int = MICROBATCHES) -> StagePlan:
     """Return a stage with buffers for the messages of all ``microbatches`` during the whole step, as PyTorch's own
     stages allocate them up to version 2.14."""
-    both = stage.received + stage.answered
+    received, one = stage.messages.received, stage.transients
+    both = received + stage.messages.answered
     return replace(
-        stage,
-        torch_bytes=stage.torch_bytes + microbatches * both,
-        kept_bytes=stage.kept_bytes - stage.received,
-        transient_forward=stage.transient_forward - stage.received,
-        transient_backward=stage.transient_backward - both,
-        first_backward=None if stage.first_backward is None else stage.first_backward - both,
-        received=0,
-        answered=0,
+        stage.adding(torch_bytes=microbatches * both),
+        held=replace(stage.held, kept=stage.held.kept - received),
+        transients=replace(
+            one,
+            forward=one.forward - received,
+            backward=one.backward - both,
+            first_backward=None if one.first_backward is None else one.first_backward - both,
+        ),
+        messages=replace(stage.messages, received=0, answered=0),
     )
 
 
@@ -288,7 +290,7 @@ def dataflow_stage(
     problem = stage_problem(piece, message_memory(schedule, stage, size), batch=chain.batch, recovers=True)
     starts = Reversible().curve(problem.graph, ())
     found = [problem.measured(plan) for plan in starts]
-    least = min(max(one.transient_forward, one.transient_backward) for one in found)
+    least = min(max(one.transients.forward, one.transients.backward) for one in found)
     for weight in (least, 2 * least, 2**30):  # of what is held at the boundary against what is needed besides
         graph = problem.with_boundary_workspace(weight)
         plan = cheapest_near_smallest_peak(
@@ -328,13 +330,18 @@ def depth(quick: bool, folder: Path | None) -> None:
         inverted = dataflow_stage(chain, *begins, 1, ranks, microbatches)
         peaks = []
         for row, one in ((schedule, kept), (schedule, again), (flow, inverted)):
-            free = replace(one, states=0, gradients=0, first_backward=None)
+            free = replace(
+                one,
+                held=replace(one.held, gradients=0),
+                transients=replace(one.transients, first_backward=None),
+                standing=replace(one.standing, states=0),
+            )
             peaks.append(rank_peak(row.actions[1], [free]))
-        extra = inverted.extra / (inverted.forward + inverted.backward - inverted.extra)
+        extra = inverted.times.extra / (inverted.times.total - inverted.times.extra)
         print(
             f"P {ranks} M {microbatches:3} couplings {each}: keep {show_bytes(peaks[0]):>10} checkpoint "
             f"{show_bytes(peaks[1]):>10} dataflow {show_bytes(peaks[2]):>10} ({peaks[2] / peaks[1]:.2f}; "
-            f"K {inverted.kept_bytes}, extra {100 * extra:.0f} %)"
+            f"K {inverted.held.kept}, extra {100 * extra:.0f} %)"
         )
         if (ranks, microbatches) == (4, 16):
             for name, value in zip(rows, peaks, strict=True):

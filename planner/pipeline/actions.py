@@ -1,4 +1,4 @@
-"""The actions of a pipeline's ranks in order, and the memory and times of its stages, as plain data.
+"""The actions of a pipeline's ranks in order, as plain data.
 
 A micro-batch passes a stage as F (forward) and B (backward), or as F, I (the input's gradient) and W (the
 weights' gradients).
@@ -6,10 +6,10 @@ weights' gradients).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from rematplan.ir import ProblemError
 
@@ -201,99 +201,3 @@ def stages_that_free_outputs(schedule: PipelineSchedule) -> frozenset[int]:
         if action.kind in "BI" and (action.stage, action.microbatch) not in freed:
             keeping.add(action.stage)
     return frozenset(range(schedule.stages)) - keeping
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """The memory (bytes) and times (microseconds) of a stage under a plan, for one micro-batch.
-
-    A *transient* is the most bytes that a micro-batch needs during its action, kept bytes included,
-    ``states`` and ``torch_bytes`` excluded.
-    """
-
-    stage: int
-    kept_bytes: int
-    """K: kept from F to B or I."""
-    transient_forward: int
-    """The transient of F."""
-    transient_backward: int
-    """The transient of I. That of a B is the larger of this and ``transient_weight`` + ``whole`` + new
-    ``early_gradients``.
-    """
-    transient_weight: int = 0
-    """The transient of W; 0 if the backward is not split."""
-    states: int = 0
-    """Bytes of parameters, buffers, optimizer states and whatever else exists during the whole step, except
-    ``torch_bytes``.
-    """
-    torch_bytes: int = 0
-    """Bytes of buffers from which a channel sends, and of the inputs and outputs of all micro-batches,
-    outputs in ``left`` excluded.
-    """
-    forward: float = 0.0
-    """The time of F."""
-    backward: float = 0.0
-    """The time of I, or of B if ``weight`` is 0."""
-    weight: float = 0.0
-    """The time of W."""
-    extra: float = 0.0
-    """The time of recomputation, which the three times include."""
-    plan: Mapping[str, Any] | None = None
-    """The plan as JSON data; None if there is none."""
-    deferred_bytes: int = 0
-    """D: kept from I to W; 0 if the backward is not split."""
-    deferred_input: int = 0
-    """The part of D that is the message from the previous stage, if W reads this message."""
-    whole: int = 0
-    """Bytes that the work of W needs in addition in a B: torch keeps outputs and their gradients to the end
-    of a B, but frees them after an I.
-    """
-    gradients: int = 0
-    """Bytes of the parameters' gradients, which exist from the first backward to the end of the step."""
-    early_gradients: int = 0
-    """Bytes of those that an I computes, because one op computes them together with the input's gradient."""
-    first_backward: int | None = None
-    """In place of ``transient_backward`` in the first B or I of a step; None: no difference."""
-    first_weight: int | None = None
-    """In place of ``transient_weight`` in the first B or W, without ``early_gradients``; None: no difference."""
-    left: int = 0
-    """Bytes that each B or I leaves until the end of the step: returned outputs and the loss."""
-    closing: int = 0
-    """Bytes in addition while torch joins the outputs of all micro-batches, after all actions."""
-    opening: int = 0
-    """Bytes in addition while torch prepares the step. A rank counts the largest ``opening`` of its stages."""
-    ending: int = 0
-    """Bytes in addition after the last action, while torch scales or reduces gradients. A rank counts the
-    largest ``ending`` of its stages.
-    """
-    received: int = 0
-    """Bytes of a message from the previous stage while it waits. During its action it counts to the transient."""
-    answered: int = 0
-    """The same for a message from the next stage."""
-    sent: int = 0
-    """Bytes of a message to the next stage after its micro-batch's backward; 0 if that stage is on the same rank."""
-    returned: int = 0
-    """Bytes of a message to the previous stage; 0 if that stage is on the same rank."""
-    loose: int = 0
-    """Bytes of a message to the next stage before its micro-batch's backward that ``kept_bytes`` does not include."""
-    credits: int = 0
-    """How many messages a channel receives ahead in each direction; 0 without channels."""
-
-    def microseconds(self, kind: Kind) -> float:
-        """Return the microseconds of an action of this kind."""
-        return {
-            "F": self.forward,
-            "I": self.backward,
-            "W": self.weight,
-            "B": self.backward + self.weight,
-        }[kind]
-
-
-def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Return the stage plans as a dict, keyed by the number of the stage (`StagePlan.stage`)."""
-    found: dict[int, StagePlan] = {}
-    for plan in plans:
-        if plan.stage in found:
-            raise ProblemError(f"two plans are of stage {plan.stage}")
-        found[plan.stage] = plan
-    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -16,15 +16,16 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan, stages_that_free_outputs
+from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner, plans_of_ranks
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
-from rematplan.planner.pipeline.messages import RANDOM_STATE, MessageBytes, message_memory
+from rematplan.planner.pipeline.messages import RANDOM_STATE, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
 from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, descent, partitions
+from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.planner.pipeline.stage_slices import StageSlice, late_ops, stage_problem
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, replay
 
@@ -134,7 +135,7 @@ class PipelineSearch:
         def estimate(start: int, end: int, stage: int) -> float:
             """The bytes that exist during the whole step, messages in flight, and the largest op."""
             fixed, (shared, trained, _) = self.template(start, end, stage), self._input_bytes(start, end)
-            whole = fixed.states + fixed.torch_bytes + shared + trained
+            whole = fixed.standing.always + shared + trained
             largest = max(self._largest_ops[start:end])
             return whole + in_flight[stage] * self._leaves(start, end, stage) + largest
 
@@ -181,7 +182,7 @@ class PipelineSearch:
 
         def room(start: int, end: int, stage: int) -> tuple[float, int]:
             fixed = self.template(start, end, stage)
-            states = fixed.states + fixed.torch_bytes + self._input_bytes(start, end)[0]
+            states = fixed.standing.always + self._input_bytes(start, end)[0]
             return self.terms.budget - states - k[stage] * self._leaves(start, end, stage), k[stage]
 
         return time_floors(self.chain, room)
@@ -206,7 +207,7 @@ class PipelineSearch:
             plan = self.planned.get((rank, own))
             for at, (stage, (start, end)) in enumerate(zip(stages, own, strict=True)):
                 if isinstance(plan, RankPlan):
-                    found = plan.stages[at]
+                    found = plan.stages[at].times
                     times[stage] = (found.forward, found.backward, found.weight)
                 else:
                     forward, backward, weight = self._base(start, end)
@@ -230,8 +231,7 @@ class PipelineSearch:
             return self._floors(start, end, stage)
         if isinstance(plan, InfeasibleBudget):
             return math.inf
-        found = plan.stages[0]
-        return found.forward + found.backward + found.weight
+        return plan.stages[0].times.total
 
     def _rank_plans(self, cuts: Cuts, seconds: float) -> Iterator[RankPlan | InfeasibleBudget]:
         """Yield each rank's plans, or the error if none were found that fit. Missing ones are searched for
@@ -282,7 +282,7 @@ class PipelineSearch:
         )
         plans = [plan for _, plan in sorted({**known, **others}.items())]
         stages = sorted((stage for plan in plans for stage in plan.stages), key=lambda one: one.stage)
-        times = [(s.forward, s.backward, s.weight) for s in stages]
+        times = [(t.forward, t.backward, t.weight) for t in (stage.times for stage in stages)]
         return PlannedPipeline(
             problem=self.chain.graph.name,
             schedule=self.schedule,
@@ -327,14 +327,14 @@ class PipelineSearch:
         _, trained, batch = self._input_bytes(start, end)
         sends = self.chain.sends
         outputs = self.terms.outputs if end == len(self.chain) else 0
-        sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start), outputs)
-        plan = message_memory(self.schedule, stage, sizes, self.terms.opening)
-        return replace(
-            plan,
+        sizes = MessageBytes(sends[start], self._returns(end), sends[end], self._returns(start))
+        plan = message_memory(self.schedule, stage, sizes, outputs, self.terms.opening)
+        # The last stage has the outputs from the loss on, which is one of its ops, so they count from the start.
+        left = plan.standing.left
+        return plan.adding(
             states=int(self.terms.optimizer * trained),
-            torch_bytes=plan.torch_bytes + self.schedule.microbatches * (batch + plan.left),
-            # The last stage has the outputs from the loss on, which is one of its ops, so they count from the start.
-            left=0,
+            torch_bytes=self.schedule.microbatches * (batch + left),
+            left=-left,
         )
 
     def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:

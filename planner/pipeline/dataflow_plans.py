@@ -34,7 +34,7 @@ def starting_plans(
     # Then keeping fewer bytes saves no memory.
     if max(in_flight(actions).values()) == 1:
         return starts, []
-    return starts, [one.measured(own[0]).kept_bytes for one, own in zip(problems, starts, strict=True)]
+    return starts, [one.measured(own[0]).held.kept for one, own in zip(problems, starts, strict=True)]
 
 
 def dataflow_plans(problem: StageProblem) -> list[Plan]:
@@ -44,7 +44,7 @@ def dataflow_plans(problem: StageProblem) -> list[Plan]:
     again.
     """
     found = list(_candidates(problem.graph, problem.boundary))
-    kept = [problem.measured(plan).kept_bytes for plan in found]
+    kept = [problem.measured(plan).held.kept for plan in found]
     return [plan for plan, bytes_ in zip(found, kept, strict=True) if bytes_ == min(kept)]
 
 

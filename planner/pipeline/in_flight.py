@@ -25,10 +25,11 @@ from rematplan.planner.bounds.cut_bounds import CutBounds, min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.lean_plans import find_lean_plans
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
 from rematplan.planner.pipeline.rank_candidates import RankCandidates, extra
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -265,7 +266,7 @@ class RankSearch:
         without recomputation.
         """
         whole = self.rank.all[at]
-        return self.stages[at].graph.input_bytes + kept + whole.transient_backward - whole.kept_bytes
+        return self.stages[at].graph.input_bytes + kept + whole.transients.backward - whole.held.kept
 
     def _try(self, share: float) -> None:
         """Plan each stage with the limits of a share (`RankBudgetShares.bounds`). The plans found become

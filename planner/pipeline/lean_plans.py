@@ -9,30 +9,23 @@ and T < T₁, if there is one (Bowman 1976).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.rank_candidates import RankCandidates
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import HeldBytes, StagePlan, TransientBytes
 from rematplan.planner.strategies.store_all import no_recompute
 
-PEAKS = (
-    "kept_bytes",
-    "deferred_bytes",
-    "transient_forward",
-    "transient_backward",
-    "transient_weight",
-    "first_backward",
-    "first_weight",
-    "whole",
-    "loose",
-)
-"""The fields of `StagePlan` that a plan determines and that a rank's peak increases with."""
+HELD = ("kept", "deferred", "loose")
+"""The fields of `HeldBytes` that a plan determines and that a rank's peak increases with. It increases with all of
+`TransientBytes`."""
+Group = TypeVar("Group", HeldBytes, TransientBytes)
 REUSE = 3
 """The number of plans to search for with each workspace if ops may write their results into operands."""
 LeastPlan = Callable[[TrainingGraph, Sequence[Plan]], Plan]
@@ -127,5 +120,12 @@ def _least_peak(candidates: RankCandidates, gap: _Gap) -> int:
 
 
 def _smallest(figures: Sequence[StagePlan]) -> StagePlan:
-    least = {name: [getattr(one, name) for one in figures] for name in PEAKS}
-    return replace(figures[0], **{name: min(values) for name, values in least.items() if None not in values})
+    held = _least([one.held for one in figures], HELD)
+    transients = _least([one.transients for one in figures], [one.name for one in fields(TransientBytes)])
+    return replace(figures[0], held=held, transients=transients)
+
+
+def _least(groups: Sequence[Group], names: Iterable[str]) -> Group:
+    """Return the first group, but with the smallest value of each field ``names`` that is stated in all groups."""
+    least = {name: [getattr(one, name) for one in groups] for name in names}
+    return replace(groups[0], **{name: min(values) for name, values in least.items() if None not in values})

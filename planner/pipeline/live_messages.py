@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from rematplan.planner.pipeline.actions import DROPS, Action, Entry, StagePlan
+from rematplan.planner.pipeline.actions import DROPS, Action, Entry
+from rematplan.planner.pipeline.stage_plan import StagePlan
 
 READS = {"F": "F", "B": "B", "I": "B"}
 """For the kind of an action, the kind of the message that it reads and of the one that it makes: of a forward (F) or of
@@ -66,8 +67,8 @@ def _receive_ahead(held: _Held, kind: str, stage: StagePlan, unread: int) -> Non
     """Set the bytes that a stage's channel has begun to receive. ``unread``: the messages that no action has
     begun to read.
     """
-    size = stage.received if kind == "F" else stage.answered
-    held.put(("ahead", kind, stage.stage, 0), size * min(stage.credits, unread))
+    size = stage.messages.arriving(kind) * min(stage.messages.credits, unread)
+    held.put(("ahead", kind, stage.stage, 0), size)
 
 
 def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePlan]) -> int:
@@ -76,9 +77,9 @@ def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePla
     most = held.total
     for kind, stage, microbatch in entries:
         if kind == "RECV_F":
-            held.put(("received", "F", stage, microbatch), stages[stage].received)
+            held.put(("received", "F", stage, microbatch), stages[stage].messages.received)
         elif kind in ("RECV_B", "KEEP_B"):
-            held.put(("received", "B", stage, microbatch), stages[stage].answered)
+            held.put(("received", "B", stage, microbatch), stages[stage].messages.answered)
         elif kind == "FORGET_B":
             held.drop(("received", "B", stage, microbatch))
         elif kind in DROPS:
@@ -92,21 +93,21 @@ def _finish(held: _Held, action: Action, stages: Mapping[int, StagePlan]) -> Non
     number, microbatch = action.stage, action.microbatch
     stage, own = stages[number], ("received", "F", number, microbatch)
     if action.kind == "W":
-        if own in held.bytes:  # until now, `deferred_bytes` included a part of it
-            held.put(own, stage.received)
+        if own in held.bytes:  # until now, `deferred` included a part of it
+            held.put(own, stage.messages.received)
         return
     if action.kind == "F":
         if number + 1 in stages:
-            held.put(("received", "F", number + 1, microbatch), stages[number + 1].received)
+            held.put(("received", "F", number + 1, microbatch), stages[number + 1].messages.received)
         else:
-            held.put(("sent", "F", number, microbatch), stage.loose)
+            held.put(("sent", "F", number, microbatch), stage.held.loose)
         return
     held.drop(("received", "F", number + 1, microbatch))
     if number - 1 in stages:
-        held.put(("received", "B", number - 1, microbatch), stages[number - 1].answered)
-        deferred = stage.deferred_input if action.kind == "I" else 0
-        held.put(own, stage.received - min(deferred, stage.received))
+        held.put(("received", "B", number - 1, microbatch), stages[number - 1].messages.answered)
+        deferred = stage.held.deferred_input if action.kind == "I" else 0
+        held.put(own, max(0, stage.messages.received - deferred))
     else:
-        held.put(("sent", "B", number, microbatch), stage.returned)
-    if ("sent", "F", number, microbatch) in held.bytes:  # until now, `kept_bytes` included a part of it
-        held.put(("sent", "F", number, microbatch), stage.sent)
+        held.put(("sent", "B", number, microbatch), stage.messages.returned)
+    if ("sent", "F", number, microbatch) in held.bytes:  # until now, `kept` included a part of it
+        held.put(("sent", "F", number, microbatch), stage.messages.sent)

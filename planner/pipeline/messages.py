@@ -7,12 +7,13 @@ each end per *credit*: a message that may be sent and not yet read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from rematplan.ir import ProblemError
-from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.rank_memory import in_flight
+from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan, StandingBytes
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
 CHANNELS = ("dataflow",)
@@ -32,53 +33,38 @@ SLOWER = 1.02
 """The largest makespan that `least_credits` accepts, relative to the makespan with any number of credits."""
 
 
-@dataclass(frozen=True)
-class MessageBytes:
-    """The bytes of a stage's messages for one micro-batch."""
-
-    received: int
-    """From the previous stage, in the forward."""
-    answered: int
-    """From the next stage, in the backward."""
-    sent: int
-    """To the next stage, in the forward."""
-    returned: int
-    """To the previous stage, in the backward."""
-    outputs: int = 0
-    """The outputs of the last stage, which are not sent; 0 for other stages."""
-
-
 def message_memory(
-    schedule: PipelineSchedule, stage: int, size: MessageBytes, opening: int = RANDOM_STATE
+    schedule: PipelineSchedule,
+    stage: int,
+    size: MessageBytes,
+    outputs: int = 0,
+    opening: int = RANDOM_STATE,
 ) -> StagePlan:
-    """Return a `StagePlan` with the bytes that a stage needs for messages; fields that do not concern
-    messages are 0.
+    """Return a `StagePlan` with the bytes that a stage needs for messages; other fields are 0.
+
+    ``outputs``: bytes of the last stage's outputs, which are not sent; 0 for other stages.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
-    plan = StagePlan(stage, 0, 0, 0)
     if schedule.name in CHANNELS:
         places = least_credits(schedule)
         ends = (stage > 0) + (stage < schedule.stages - 1)
         acknowledgements = ends * (places + 1)  # of a byte each
-        return replace(
-            plan,
-            torch_bytes=places * (size.sent + size.returned) + acknowledgements,
-            received=size.received,
-            answered=size.answered,
-            credits=places,
+        return StagePlan(
+            stage,
+            messages=MessageBytes(size.received, size.answered, credits=places),
+            standing=StandingBytes(torch_bytes=places * (size.sent + size.returned) + acknowledgements),
         )
-    return replace(
-        plan,
-        torch_bytes=CONNECTING if stage == min(own) else 0,
-        received=size.received,
-        answered=size.answered,
-        sent=0 if after else size.sent,
-        returned=0 if before else size.returned,
-        left=size.outputs,
-        closing=schedule.microbatches * size.outputs,
-        opening=opening,
-        ending=DIVISOR,
+    return StagePlan(
+        stage,
+        messages=replace(size, sent=0 if after else size.sent, returned=0 if before else size.returned),
+        standing=StandingBytes(
+            torch_bytes=CONNECTING if stage == min(own) else 0,
+            left=outputs,
+            closing=schedule.microbatches * outputs,
+            opening=opening,
+            ending=DIVISOR,
+        ),
     )
 
 

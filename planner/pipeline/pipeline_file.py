@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import Field, asdict, dataclass, field, fields
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rematplan.ir import ProblemError, show_bytes
 from rematplan.ir.problem_json import read_json, write_whole
@@ -19,7 +19,6 @@ from rematplan.planner.pipeline.actions import (
     RECEIVES,
     SENDS,
     PipelineSchedule,
-    StagePlan,
     schedule_of_rows,
 )
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
@@ -35,10 +34,33 @@ from rematplan.planner.pipeline.json_fields import (
 )
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.stage_plan import (
+    ActionTimes,
+    HeldBytes,
+    MessageBytes,
+    StagePlan,
+    StandingBytes,
+    TransientBytes,
+)
 from rematplan.planner.pipeline.timeline import Link, StageTimes, Timeline, replay
 
 PIPELINE_FORMAT = "rematplan.pipeline/1"
-Record = TypeVar("Record", StagePlan, StageTimes)
+GROUPS: Mapping[str, type[Any]] = {
+    "held": HeldBytes,
+    "transients": TransientBytes,
+    "messages": MessageBytes,
+    "standing": StandingBytes,
+    "times": ActionTimes,
+}
+"""The fields of a `StagePlan` whose own fields are keys of a stage's plan in a file."""
+KEYS = {
+    ("held", "kept"): "kept_bytes",
+    ("held", "deferred"): "deferred_bytes",
+    ("transients", "forward"): "transient_forward",
+    ("transients", "backward"): "transient_backward",
+    ("transients", "weight"): "transient_weight",
+}
+"""The keys of those fields whose keys are not their names."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +177,7 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
         },
         "overhead": plan.overhead,
         "times": [asdict(one) for one in plan.times],
-        "plans": [asdict(one) for one in plan.stages],
+        "plans": [stage_plan_to_json(one) for one in plan.stages],
         "ops": [
             [[o.name, o.op, o.backward, o.loss, list(o.reads), list(o.writes)] for o in ops]
             for ops in plan.ops
@@ -194,8 +216,8 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
         schedule=schedule,
         budget=field_of(data, "budget", whole),
         cuts=tuple(field_of(data, "cuts", list_of(whole))),
-        stages=tuple(field_of(data, "plans", list_of(partial(_record, StagePlan)))),
-        times=tuple(field_of(data, "times", list_of(partial(_record, StageTimes)))),
+        stages=tuple(field_of(data, "plans", list_of(_stage_plan))),
+        times=tuple(field_of(data, "times", list_of(_stage_times))),
         link=field_of(data, "link", _link),
         overhead=field_of(data, "overhead", number),
         floors=tuple(field_of(data, "floors", list_of(number))),
@@ -299,21 +321,49 @@ def _check_stages(plan: PlannedPipeline) -> None:
             raise ProblemError(f"plan {at} is of stage {stage.stage}; plans must be in the stages' order")
 
 
-def _record(kind: type[Record], value: object) -> Record:
-    """Build a `StagePlan` or `StageTimes` (``kind``) from JSON data, whose keys are the names of its fields."""
-    row, known = json_object(value), {one.name: one for one in fields(kind)}
-    if unknown := sorted(row.keys() - known.keys()):
+def stage_plan_to_json(plan: StagePlan) -> dict[str, Any]:
+    """Return the memory and times of a stage and its plan as JSON data."""
+    groups = {group: asdict(getattr(plan, group)) for group in GROUPS}
+    flat = {KEYS.get((group, name), name): v for group, own in groups.items() for name, v in own.items()}
+    return {"stage": plan.stage, **flat, "plan": plan.plan}
+
+
+def _stage_plan(value: object) -> StagePlan:
+    row = json_object(value)
+    keys = {
+        group: {KEYS.get((group, one.name), one.name): one for one in fields(kind)}
+        for group, kind in GROUPS.items()
+    }
+    _check_known(row, {"stage", "plan", *(key for own in keys.values() for key in own)})
+    groups = {group: GROUPS[group](**_numbers(row, own)) for group, own in keys.items()}
+    return StagePlan(field_of(row, "stage", whole), plan=field_of(row, "plan", _plan), **groups)
+
+
+def _stage_times(value: object) -> StageTimes:
+    row, keys = json_object(value), {one.name: one for one in fields(StageTimes)}
+    _check_known(row, keys.keys())
+    return StageTimes(**_numbers(row, keys))
+
+
+def _check_known(row: Mapping[str, Any], known: Set[str]) -> None:
+    if unknown := sorted(row.keys() - known):
         raise ValueError(f"{unknown[0][:40]!r} is unknown")
-    return kind(**{name: field_of(row, name, _reader(str(one.type))) for name, one in known.items()})
+
+
+def _numbers(row: Mapping[str, Any], keys: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """Read the numbers of a JSON object. ``keys``: the field of a dataclass that each key states."""
+    return {one.name: field_of(row, key, _reader(str(one.type))) for key, one in keys.items()}
 
 
 def _reader(kind: str) -> Callable[[Any], Any]:
-    """Return the function that reads a field of a `StagePlan` or `StageTimes` whose type is ``kind``, as text."""
-    read: Callable[[Any], Any] = _plan if "Mapping" in kind else whole if "int" in kind else number
+    """Return the function that reads a number whose type is ``kind``, as text."""
+    read: Callable[[Any], Any] = whole if "int" in kind else number
     return (lambda value: None if value is None else read(value)) if "None" in kind else read
 
 
-def _plan(value: object) -> Mapping[str, Any]:
+def _plan(value: object) -> Mapping[str, Any] | None:
+    if value is None:
+        return None
     plan = json_object(value)
     field_of(plan, "steps", list_of(_step))
     return plan

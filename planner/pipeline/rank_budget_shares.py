@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.rank_memory import rank_bytes
+from rematplan.planner.pipeline.stage_plan import StagePlan, TransientBytes
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 Bounds = tuple[int, int]
@@ -33,11 +34,11 @@ class RankBudgetShares:
         """
         found = []
         for stage, most in zip(self.stages, self.all, strict=True):
-            span = max(0, most.kept_bytes - stage.least_kept)
+            span = max(0, most.held.kept - stage.least_kept)
             kept = stage.least_kept + int(share * span)
             # What is not kept before the backward need not be kept from I to W. Gradients that I passes to W
             # cannot be recomputed.
-            found.append((kept, max(kept, most.deferred_bytes - span + int(share * span))))
+            found.append((kept, max(kept, most.held.deferred - span + int(share * span))))
         return found
 
     def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
@@ -72,16 +73,12 @@ def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) 
     """Return a stage's memory without its running action. ``created``: count the most that it can hold, else
     the least.
     """
-    return replace(
-        most,
+    held = replace(
+        most.held,
+        kept=kept,
+        deferred=deferred,
+        deferred_input=0 if created else most.messages.received,
         loose=freed if created else 0,
-        kept_bytes=kept,
-        deferred_bytes=deferred,
-        deferred_input=0 if created else most.received,
-        transient_forward=0,
-        transient_backward=0,
-        transient_weight=0,
-        whole=0,
-        first_backward=most.early_gradients if created else 0,
-        first_weight=most.gradients - most.early_gradients if created else 0,
     )
+    firsts = (held.new_gradients({part}) if created else 0 for part in "IW")
+    return replace(most, held=held, transients=TransientBytes(0, 0, 0, 0, *firsts))

@@ -11,8 +11,9 @@ from typing import TypeAlias
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
-from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 COMBINATIONS = 1000
@@ -51,7 +52,7 @@ class RankCandidates:
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
         figures, found = stage.measured(own), self.found[at]
-        if figures.kept_bytes <= self.kept[at] and all(figures != c.figures for c in found):
+        if figures.held.kept <= self.kept[at] and all(figures != c.figures for c in found):
             found.append(Candidate(own, figures))
         return figures
 
@@ -74,7 +75,7 @@ class RankCandidates:
         """
         if math.prod(map(len, self.found)) <= COMBINATIONS:
             return min(product(*self.found), key=key)
-        chosen = tuple(min(found, key=lambda c: c.figures.kept_bytes) for found in self.found)
+        chosen = tuple(min(found, key=lambda c: c.figures.held.kept) for found in self.found)
         better = True
         while better:
             before = key(chosen)
@@ -90,4 +91,4 @@ class RankCandidates:
 
 def extra(chosen: Chosen) -> float:
     """Return the microseconds of recomputation for one micro-batch, summed over the stages."""
-    return math.fsum(c.figures.extra for c in chosen)
+    return math.fsum(c.figures.times.extra for c in chosen)

@@ -11,13 +11,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_to_json
 from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_plan import ActionTimes, HeldBytes, StagePlan, TransientBytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class StageProblem:
     """
     freed: Mapping[str, Set[str]] = field(default_factory=dict)
     """Outputs that torch frees after they are sent, with their readers. If none runs after the boundary, they
-    count as ``StagePlan.loose``.
+    count as ``HeldBytes.loose``.
     """
     leaving: tuple[str, ...] = ()
     """Outputs of the graph that are freed at the boundary, such as new contents of buffers."""
@@ -78,7 +77,7 @@ class StageProblem:
     """For a schedule, bytes that it counts twice: a result in an operand that the schedule frees next."""
     reusable: Mapping[str, int] = field(default_factory=dict)
     """By op that may write into an operand, the bytes of its largest such operand."""
-    template: StagePlan = field(default_factory=lambda: StagePlan(0, 0, 0, 0))
+    template: StagePlan = field(default_factory=lambda: StagePlan(0))
     """The memory and times of the stage that do not depend on its plan."""
 
     def bytes(self, names: Iterable[str]) -> int:
@@ -216,25 +215,27 @@ def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
     )
     saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
     costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
-    late: dict[str, Any] = {}
+    held = HeldBytes(kept + saved, loose=loose, gradients=problem.gradient_bytes)
+    transients = TransientBytes(
+        forward=max([*forward, kept]) + saved,
+        backward=max([*back[boundary:split], kept + tangents[boundary]]) + saved,
+        first_backward=max([*first_back[boundary:split], kept + tangents[boundary]]) + saved,
+    )
     if problem.weights is not None:
         given = None if problem.tangents_held else tangents  # torch keeps them to the end of a B
-        late = _split_figures(problem, schedule, split, back, first_back, given, saved)
-        late["weight"] = sum(costs[split:])
+        deferred, late = _split_figures(problem, schedule, split, back, first_back, given, saved)
+        held, transients = replace(held, **deferred), replace(transients, **late)
     return replace(
-        problem.template,
-        kept_bytes=kept + saved,
-        loose=loose,
-        transient_forward=max([*forward, kept]) + saved,
-        transient_backward=max([*back[boundary:split], kept + tangents[boundary]]) + saved,
-        first_backward=max([*first_back[boundary:split], kept + tangents[boundary]]) + saved,
-        gradients=problem.gradient_bytes,
-        states=problem.template.states + problem.bytes(problem.states),
-        forward=sum(costs[:boundary]),
-        backward=sum(costs[boundary:split]),
-        extra=plan.estimate.cost - graph.base_cost,
+        problem.template.adding(states=problem.bytes(problem.states)),
+        held=held,
+        transients=transients,
+        times=ActionTimes(
+            sum(costs[:boundary]),
+            sum(costs[boundary:split]),
+            sum(costs[split:], 0.0),
+            extra=plan.estimate.cost - graph.base_cost,
+        ),
         plan=plan_to_json(plan),
-        **late,
     )
 
 
@@ -253,8 +254,8 @@ def _split_figures(
     first: list[int],
     tangents: Sequence[int] | None,
     saved: int,
-) -> dict[str, Any]:
-    """Return the fields of `StagePlan` that only a split backward has, by name."""
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name."""
     graph, start = problem.graph, split + 1
     # The I ends with the frees that follow the second boundary op.
     while start < len(schedule) and isinstance(schedule[start], Free):
@@ -276,14 +277,11 @@ def _split_figures(
     whole = max(max(series) - most for series, most in zip(in_whole, (weight, first_weight), strict=True))
     late = problem.inputs_read_by(graph.op[step.op] for step in schedule[start:] if isinstance(step, Run))
     unread = problem.bytes(problem.per_microbatch) - problem.bytes(late)
-    return {
-        "deferred_bytes": deferred + saved - unread,
-        "deferred_input": problem.bytes(late),
-        "transient_weight": weight + saved - unread,
-        "first_weight": first_weight + saved - unread,
-        "whole": whole + unread,
-        "early_gradients": early,
-    }
+    kept = saved - unread
+    return (
+        {"deferred": deferred + kept, "deferred_input": problem.bytes(late), "early_gradients": early},
+        {"weight": weight + kept, "first_weight": first_weight + kept, "whole": whole + unread},
+    )
 
 
 def _held_longer(

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_chain import StageChain
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"

@@ -147,7 +147,7 @@ def kept_inputs(plan: PlannedPipeline) -> tuple[str, ...]:
     none."""
     if plan.schedule.name != DATAFLOW:
         return ()
-    kept = {s.stage: show_bytes(s.kept_bytes) for s in plan.stages if s.kept_bytes}
+    kept = {s.stage: show_bytes(s.held.kept) for s in plan.stages if s.held.kept}
     last = len(plan.stages) - 1
     return tuple(
         f"stage {stage} keeps {size} per micro-batch from forward to backward: "

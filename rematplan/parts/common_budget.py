@@ -18,10 +18,11 @@ from rematplan.parts.rehearsal import EqualParts, Rehearsed
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import Progress
-from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.in_flight import RankSearch
 from rematplan.planner.pipeline.rank_budget_shares import RankBudgetShares
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import LEAN
@@ -77,22 +78,22 @@ class PlannedPart:
         room = self.room - self.problem.graph.input_bytes + problem.graph.input_bytes
         search = stage_planner(self.planner.options.strategy, self.planner.options.time_limit)
         try:
-            return StepPlan(form, search.within(problem.bounded(room, self.figures.kept_bytes), room, ()))
+            return StepPlan(form, search.within(problem.bounded(room, self.figures.held.kept), room, ()))
         except InfeasibleBudget:
             least = search.least(problem.with_boundary_workspace(room), ())
             warn(
                 f"{step.name} is called with other sizes than those for which the budget was divided, and holds "
-                f"{show_bytes(problem.measured(least).kept_bytes)} to its backward, not "
-                f"{show_bytes(self.figures.kept_bytes)}: this step may exceed the budget"
+                f"{show_bytes(problem.measured(least).held.kept)} to its backward, not "
+                f"{show_bytes(self.figures.held.kept)}: this step may exceed the budget"
             )
             return StepPlan(form, least)
 
     def _fits(self, figures: StagePlan) -> bool:
         own = self.figures
         return (
-            figures.kept_bytes <= own.kept_bytes
-            and figures.transient_forward <= own.transient_forward
-            and figures.transient_backward <= own.transient_backward
+            figures.held.kept <= own.held.kept
+            and figures.transients.forward <= own.transients.forward
+            and figures.transients.backward <= own.transients.backward
         )
 
 
@@ -175,11 +176,8 @@ def common_plan(
     loss = _loss(rehearsed, asked)
     always, stepping = _always(asked, named, accumulating=accumulating)
     stages = [problem for _, _, problem in made.values()]
-    template = stages[0].template
-    charged = replace(
-        template,
-        states=template.states + always + rehearsed.repeated,
-        ending=_charged(rehearsed.ending, rehearsed.largest),
+    charged = stages[0].template.adding(
+        states=always + rehearsed.repeated, ending=_charged(rehearsed.ending, rehearsed.largest)
     )
     stages[0] = replace(stages[0], template=charged)
     actions = _actions(rehearsed, groups, loss)
@@ -192,7 +190,7 @@ def common_plan(
     except InfeasibleBudget as error:
         raise error.changed(strategy=f"{asked.strategy.name} in parts") from None
     shares = RankBudgetShares(tuple(stages), actions, tuple(found.stages))
-    bounds = [(one.kept_bytes, one.deferred_bytes) for one in found.stages]
+    bounds = [(one.held.kept, one.held.deferred) for one in found.stages]
     planned = {
         group: PlannedPart(
             group.step,
@@ -205,7 +203,7 @@ def common_plan(
         for at, group in enumerate(groups)
     }
     whole = [stage.measured(no_recompute(stage.graph)) for stage in stages]
-    kept = sum(one.kept_bytes * calls[group] for one, group in zip(whole, groups, strict=True))
+    kept = sum(one.held.kept * calls[group] for one, group in zip(whole, groups, strict=True))
     base = sum(stage.graph.base_cost for stage in stages)
     return CommonPlan(
         rehearsed,
@@ -234,7 +232,7 @@ def part_problem(
         tuple(replace(op, cost=op.cost * times) for op in every) for every in (graph.ops, graph.inverses)
     )
     graph = replace(graph, ops=ops, inverses=inverses)
-    problem = stage_problem(step, graph, own_weights=True, template=StagePlan(number, 0, 0, 0))
+    problem = stage_problem(step, graph, own_weights=True, template=StagePlan(number))
     states = (t for t in problem.states if t not in _of_the_model(step))
     return step, replace(problem, states=tuple(states), handed=whole_outputs(step, problem.graph))
 

@@ -14,7 +14,7 @@ from rematplan.module.given_plan import module_with_plan, ops_of
 from rematplan.module.planning import Planning
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
-from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.options import PlanOptions

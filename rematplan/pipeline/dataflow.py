@@ -20,7 +20,7 @@ from rematplan.pipeline.torch_memory import LOSS_BYTES
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
-from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import priced
 from rematplan.plans.planner import Planner
@@ -63,7 +63,7 @@ class DataflowPart:
         """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs."""
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
         error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
-        kept = self.problem.measured(plan).kept_bytes
+        kept = self.problem.measured(plan).held.kept
         if not kept:
             check_crossing(code)
         return DataflowStage(self.number, self.stages, self.stage, self.step, code, group, kept, error, gain)
@@ -90,10 +90,9 @@ def dataflow_part(
         tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
         loss = loss or planner.loss(step, graph)
         loss_bytes = loss.peak + max(loss.forward, sum(allocated(t.nbytes, t.device) for t in tangents))
-        during_backward = allocated(LOSS_BYTES, step.device)
-        template = replace(template, torch_bytes=template.torch_bytes + during_backward)
+        template = template.adding(torch_bytes=allocated(LOSS_BYTES, step.device))  # during the backward
     if any(call.seeded for call in step.calls):
-        template = replace(template, torch_bytes=template.torch_bytes + STATE)
+        template = template.adding(torch_bytes=STATE)
     graph = with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes)
     graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
     added, _ = earlier_gradients(step)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph, first_line
 from rematplan.pipeline.captured_stages import StagePlace
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.runtime.costs.measure import peak_and_rest_above_entry, wall_seconds
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -55,7 +55,7 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
         except Exception as error:  # any error in the user's model is reported in one line
             reason = first_line(error)
             raise ModelError(f"the forward of stage {number} cannot be run: {reason}") from error
-    received = template.received
+    received = template.messages.received
     states = sum(allocated(t.nbytes, device) for t in (*stage.module.parameters(), *stage.module.buffers()))
     graph = TrainingGraph(
         name=f"stage {number}",
@@ -74,7 +74,7 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
         states=(STATES,),
         per_microbatch=(RECEIVED,),
         between=place.copied - place.handed,
-        freed={OUTPUTS: frozenset()} if place.freed and rest == template.sent else {},
+        freed={OUTPUTS: frozenset()} if place.freed and rest == template.messages.sent else {},
         template=template,
     )
     return FrozenStage(stage, problem)

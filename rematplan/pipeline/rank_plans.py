@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
@@ -44,12 +43,12 @@ def captured_part(
     if frozen:
         _check_frozen(order, number, stage)
     template = stage_torch_memory(order, number, stage, device)
-    template = replace(template, states=template.states + parallel.resident(stage, device))
+    template = template.adding(states=parallel.resident(stage, device))
     reducing = parallel.reducing(stage, device)
     if len(order.stage_of_rank[order.rank_of(number)]) == 1:
-        template = replace(template, ending=max(template.ending, reducing))
+        template = template.adding(ending=max(0, reducing - template.standing.ending))
     else:  # the rank's other stages may have micro-batches in flight when this one reduces its gradients
-        template = replace(template, states=template.states + reducing)
+        template = template.adding(states=reducing)
     if order.name in CHANNELS:
         return dataflow_part(stage, planner, template, number, order.stages, loss)
     place = StagePlace(
@@ -144,4 +143,4 @@ def measured_rank_plan(
     peak = rank_peak(order.actions[rank], figures)
     if peak > budget:
         raise InfeasibleBudget(f"rank {rank}", budget, peak)
-    return RankPlan(figures, tuple(own), peak, sum(one.extra for one in figures), 0.0)
+    return RankPlan(figures, tuple(own), peak, sum(one.times.extra for one in figures), 0.0)

@@ -19,10 +19,11 @@ from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
 from rematplan.pipeline.rank_plans import CapturedPart
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_stages import torch_stage
-from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
+from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
@@ -166,9 +167,9 @@ class Pipeline:
             most = in_flight(self.order.actions[rank])
             for one in plan.stages:
                 lines.append(
-                    f"rank {rank} stage {one.stage}: {most[one.stage]} in flight, keeps {show_bytes(one.kept_bytes)}, "
-                    f"transients {show_bytes(max(one.transient_forward, one.transient_backward, one.transient_weight))}"
-                    f", states {show_bytes(one.states)}, extra {one.extra:.1f} µs"
+                    f"rank {rank} stage {one.stage}: {most[one.stage]} in flight, keeps {show_bytes(one.held.kept)}, "
+                    f"transients {show_bytes(one.transients.most)}, states {show_bytes(one.standing.states)}, "
+                    f"extra {one.times.extra:.1f} µs"
                 )
             buffers = message_buffers(self.order.actions[rank], plan.stages)
             lines.append(f"rank {rank}: torch's buffers {show_bytes(buffers)}, peak {show_bytes(plan.peak)}")

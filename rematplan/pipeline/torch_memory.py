@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
-from rematplan.planner.pipeline.actions import PipelineSchedule, StagePlan
-from rematplan.planner.pipeline.messages import CHANNELS, RANDOM_STATE, MessageBytes, message_memory
+from rematplan.planner.pipeline.actions import PipelineSchedule
+from rematplan.planner.pipeline.messages import CHANNELS, RANDOM_STATE, message_memory
+from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
@@ -31,10 +31,9 @@ def stage_torch_memory(
         answered=_backward_message_bytes(outputs, back, device),
         sent=_bytes(outputs, device),
         returned=_backward_message_bytes(inputs, back, device),
-        outputs=_bytes(stage.outputs, device) if last else 0,
     )
-    plan = message_memory(schedule, number, size, OPENING)
-    return replace(plan, left=plan.left + (allocated(LOSS_BYTES, device) if last else 0))
+    kept, loss = (_bytes(stage.outputs, device), allocated(LOSS_BYTES, device)) if last else (0, 0)
+    return message_memory(schedule, number, size, kept, OPENING).adding(left=loss)
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:

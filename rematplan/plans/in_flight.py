@@ -8,11 +8,12 @@ from dataclasses import replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
-from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import StagePlan, StandingBytes
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
@@ -59,7 +60,7 @@ def plan_in_flight(
     """Plan a step that runs for several micro-batches in flight. A budget other than bytes or a percentage is a
     `UsageError`."""
     # The caller's variable holds a loss of an earlier micro-batch until the next one is computed.
-    template = StagePlan(0, 0, 0, 0, states=loss.kept)
+    template = StagePlan(0, standing=StandingBytes(loss.kept))
     problem = stage_problem(
         step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rematplan.ir import Op, TrainingGraph
 from rematplan.ir.training_graph import LIBRARIES
 from rematplan.planner.core.schedule import Run, Schedule
-from rematplan.planner.pipeline.actions import StagePlan
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.in_place import Operands, overwritable_operands, reused_bytes
@@ -38,11 +38,11 @@ def stage_problem(
     """Make the problem of a pipeline stage, for one micro-batch while others are in flight, whose backward adds to
     earlier gradients.
 
-    With ``own_weights`` it leaves its gradients, as many bytes as `StagePlan.left` says.
+    With ``own_weights`` it leaves its gradients, as many bytes as `StandingBytes.left` says.
     """
     added, bytes_ = earlier_gradients(step)
     if own_weights:
-        added, template = frozenset(), replace(template, left=template.left + bytes_)
+        added, template = frozenset(), template.adding(left=bytes_)
     adding = _with_numbers(step, adding_problem(step, graph, added))
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}
 

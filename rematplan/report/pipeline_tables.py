@@ -10,7 +10,6 @@ from rich.table import Table
 
 from rematplan.ir import show_bytes
 from rematplan.plan_report.labels import show_seconds
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import message_buffers
@@ -32,13 +31,6 @@ COLUMNS = (
 )
 
 
-def transient(stage: StagePlan) -> int:
-    """Return the most bytes that a stage needs for one micro-batch during its actions, without states and
-    other micro-batches.
-    """
-    return max(stage.transient_forward, stage.transient_backward, stage.transient_weight)
-
-
 def ranks_table(plan: PlannedPipeline) -> Table:
     """Return a table with one row per rank of a planned pipeline: what it holds, its peak, and its extra time."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
@@ -47,15 +39,15 @@ def ranks_table(plan: PlannedPipeline) -> Table:
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 1)
     for rank, numbers in enumerate(plan.schedule.stage_of_rank):
         own = [plan.stages[s] for s in numbers]
-        base = sum(plan.times[s].total for s in numbers) - sum(one.extra for one in own)
-        extra = sum(one.extra for one in own)
+        base = sum(plan.times[s].total for s in numbers) - sum(one.times.extra for one in own)
+        extra = sum(one.times.extra for one in own)
         table.add_row(
             str(rank),
             ", ".join(map(str, numbers)),
             " + ".join(str(plan.in_flight[s]) for s in numbers),
-            " + ".join(show_bytes(one.kept_bytes) for one in own),
-            show_bytes(max(map(transient, own))),
-            show_bytes(sum(one.states + one.gradients for one in own)),
+            " + ".join(show_bytes(one.held.kept) for one in own),
+            show_bytes(max(one.transients.most for one in own)),
+            show_bytes(sum(one.standing.states + one.held.gradients for one in own)),
             show_bytes(message_buffers(plan.schedule.actions[rank], own)),
             show_bytes(plan.peaks[rank]),
             f"{100 * extra / base if base else 0:.2f} %",

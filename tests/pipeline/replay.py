@@ -1,10 +1,10 @@
 """An independent count of the bytes that a rank holds, by the checker of pipeline files."""
 
-from dataclasses import asdict
-
 from pipeline_checker import held_bytes
 
-from rematplan.planner.pipeline.actions import Action, StagePlan
+from rematplan.planner.pipeline.actions import Action
+from rematplan.planner.pipeline.pipeline_file import stage_plan_to_json
+from rematplan.planner.pipeline.stage_plan import StagePlan
 
 
 def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[int]:
@@ -13,5 +13,5 @@ def replayed(actions: tuple[Action, ...], plans: dict[int, StagePlan]) -> list[i
     return held_bytes(
         [(a.kind, a.stage, a.microbatch) for a in actions],
         [(at, *entry) for at, entries in enumerate(places) for entry in entries],
-        {stage: asdict(plan) for stage, plan in plans.items()},
+        {stage: stage_plan_to_json(plan) for stage, plan in plans.items()},
     )

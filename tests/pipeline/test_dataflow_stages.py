@@ -17,8 +17,8 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.dataflow_plans import dataflow_plans
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
@@ -34,19 +34,19 @@ GROUP: Any = None
 def part() -> DataflowPart:
     stage = stage_modules(couplings.flow(), couplings.data(8)[:1], {}, CUTS)[1]
     planner = Planner(PlanOptions(budget="min", costs="roofline"))
-    return dataflow_part(stage, planner, StagePlan(1, 0, 0, 0), 1, 4)
+    return dataflow_part(stage, planner, StagePlan(1), 1, 4)
 
 
 def test_nothing_crosses_where_the_plan_keeps_nothing(part: DataflowPart) -> None:
     least = dataflow_plans(part.problem)
-    assert {part.problem.measured(plan).kept_bytes for plan in least} == {0}
+    assert {part.problem.measured(plan).held.kept for plan in least} == {0}
     for plan in least:
         check_crossing(compile_stage(part.step, plan.schedule, last=False))
 
 
 def test_what_crosses_is_named(part: DataflowPart) -> None:
     plan = no_recompute(part.problem.graph)
-    assert part.problem.measured(plan).kept_bytes > 0
+    assert part.problem.measured(plan).held.kept > 0
     code = compile_stage(part.step, plan.schedule, last=False)
     with pytest.raises(ProblemError, match="kept from a stage's forward") as refused:
         check_crossing(code)
@@ -163,7 +163,7 @@ def test_weights_that_change_before_the_backward_are_told(mixed: bool) -> None:
         model.blocks[2] = _Mixed(model.blocks[2])
     cut = stage_modules(model, couplings.data(8)[:1], {}, CUTS)[1]
     planner = Planner(PlanOptions(budget="min", costs="roofline"))
-    part = dataflow_part(cut, planner, StagePlan(1, 0, 0, 0), 1, 4)
+    part = dataflow_part(cut, planner, StagePlan(1), 1, 4)
     inverting = [plan for plan in dataflow_plans(part.problem) if "invert" in str(plan.schedule)]
     stage = part.compiled(inverting[0], GROUP)
     assert (stage.kept > 0) == mixed  # it keeps its input

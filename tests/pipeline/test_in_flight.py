@@ -20,10 +20,11 @@ from rematplan.ir import CHEAP, InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
-from rematplan.planner.pipeline.actions import Action, RankActions, StagePlan
+from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_forward_one_backward
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
@@ -77,7 +78,7 @@ def optimum(stage: StageProblem, k: int, budget: int) -> float:
     base, own = stage.graph.base_cost, stage.bytes((*stage.per_microbatch, *stage.tangents))
     unreserved = budget - stage.gradient_bytes - stage.bytes(stage.states)
     costs = []
-    for kept in sorted({*keeps} & set(range(all_kept(stage).kept_bytes + 1))):
+    for kept in sorted({*keeps} & set(range(all_kept(stage).held.kept + 1))):
         room = (
             unreserved - own - (k - 1) * (kept + stage.bytes(stage.per_microbatch)) + stage.graph.input_bytes
         )
@@ -92,9 +93,10 @@ def test_a_tangent_that_only_the_backward_has_is_charged_to_its_last_read() -> N
     held = free(chain_stage([40, 2, 8], [1.0, 1.0, 1.0]))
     freed = replace(held, tangents_held=lambda _: 0)
     figures, wanted = all_kept(freed), all_kept(held)
-    assert wanted.transient_backward - figures.transient_backward == 8
-    assert replace(figures, transient_backward=0, first_backward=0) == replace(
-        wanted, transient_backward=0, first_backward=0
+    assert wanted.transients.backward - figures.transients.backward == 8
+    other = {"transients": replace(figures.transients, backward=0, first_backward=0)}
+    assert replace(figures, **other) == replace(
+        wanted, transients=replace(wanted.transients, backward=0, first_backward=0)
     )
     late = replace(held, tangents_held=len)  # autograd holds the tangent until the backward has ended
     assert all_kept(late) == wanted
@@ -110,16 +112,17 @@ def test_an_output_that_torch_frees_is_charged_in_the_backward_only_where_it_is_
     """The output, ``x3``, has 8 bytes."""
     stage = chain_stage([40, 2, 8], [1.0, 1.0, 1.0])
     kept, freed = all_kept(stage), all_kept(replace(stage, freed={"x3": frozenset()}))
-    assert (kept.loose, freed.loose) == (0, 8)
-    for name in ("kept_bytes", "transient_backward", "first_backward"):
-        assert getattr(kept, name) - getattr(freed, name) == 8
-    assert kept.transient_forward == freed.transient_forward
+    assert (kept.held.loose, freed.held.loose) == (0, 8)
+    assert kept.held.kept - freed.held.kept == 8
+    for name in ("backward", "first_backward"):
+        assert getattr(kept.transients, name) - getattr(freed.transients, name) == 8
+    assert kept.transients.forward == freed.transients.forward
     assert all_kept(replace(stage, freed={"x3": frozenset({"b3"})})) == replace(kept)  # the backward reads it
     again = replace(stage, freed={"x3": frozenset({"f2"})})  # an op of the forward reads it
     runs = [op.name for op in stage.graph.ops]
     twice = plan_from_runs(stage.graph, [*runs[:-6], "f2", *runs[-6:]], "twice")
-    assert all_kept(again).loose == 8
-    assert again.measured(twice).loose == 0
+    assert all_kept(again).held.loose == 8
+    assert again.measured(twice).held.loose == 0
 
 
 @settings(max_examples=8, deadline=None)
@@ -129,7 +132,9 @@ def test_floors_of_a_stage_whose_outputs_are_freed_hold_for_all_known_plans(
 ) -> None:
     stage = free(chain_stage([size for size, _ in rows], [float(cost) for _, cost in rows]))
     stage = replace(
-        stage, freed={"x2": frozenset()}, template=StagePlan(0, 0, 0, 0, sent=stage.graph.size["x2"])
+        stage,
+        freed={"x2": frozenset()},
+        template=StagePlan(0, messages=MessageBytes(sent=stage.graph.size["x2"])),
     )
     actions = one_forward_one_backward(ranks, 2 * ranks, True).actions[0]
     whole = rank_peak(actions, [all_kept(stage)])
@@ -148,21 +153,23 @@ def test_floors_of_a_stage_whose_outputs_are_freed_hold_for_all_known_plans(
 def test_a_tangent_that_weight_gradients_read_is_charged_until_then() -> None:
     split = chain_stage([40, 2, 8], [1.0, 1.0, 1.0], split=True)
     held, freed = all_kept(split), all_kept(replace(split, tangents_held=lambda _: 0))
-    assert held.transient_backward == freed.transient_backward
-    assert held.deferred_bytes == freed.deferred_bytes
-    assert held.transient_weight - freed.transient_weight in (0, 8)
+    assert held.transients.backward == freed.transients.backward
+    assert held.held.deferred == freed.held.deferred
+    assert held.transients.weight - freed.transients.weight in (0, 8)
 
 
 def test_a_weight_gradient_frees_a_tangent_after_its_last_read_if_only_the_backward_has_it() -> None:
     """The tangent has 8 bytes. The peak of the first W, which creates gradients, is after the tangent's last read. A B,
     whose caller has the tangent, needs as many bytes in both cases."""
     split = chain_stage([40, 2, 8], [1.0, 1.0, 1.0], weight=20, split=True)
-    held, freed = all_kept(split), all_kept(replace(split, released=True))
+    whole, other = all_kept(split), all_kept(replace(split, released=True))
+    held, freed = whole.transients, other.transients
     assert held.first_weight is not None
     assert freed.first_weight is not None
     assert held.first_weight - freed.first_weight == 8
     assert held.first_weight + held.whole == freed.first_weight + freed.whole
     assert replace(held, first_weight=0, whole=0) == replace(freed, first_weight=0, whole=0)
+    assert replace(whole, transients=freed) == other
 
 
 SMALL = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=2)
@@ -187,7 +194,7 @@ def test_no_plan_of_a_tiny_stage_is_cheaper_and_the_floor_holds(
     (figures,) = found.stages
     assert found.peak == max(replayed(actions, {0: figures})) <= budget
     assert found.floor <= best + 1e-6
-    assert found.extra == pytest.approx(figures.extra)
+    assert found.extra == pytest.approx(figures.times.extra)
     assert found.extra == pytest.approx(best)
 
 
@@ -220,7 +227,7 @@ def pointwise() -> StageProblem:
 
 def test_a_result_that_is_written_into_an_operand_is_counted_once() -> None:
     twice, once = pointwise(), overwriting(pointwise())
-    assert (all_kept(twice).transient_forward, all_kept(once).transient_forward) == (22, 13)
+    assert (all_kept(twice).transients.forward, all_kept(once).transients.forward) == (22, 13)
     budget = rank_peak(in_turn(1, 2), [all_kept(once)])
     assert budget == 15
     assert searched([once], 1, budget).peak == budget
@@ -243,7 +250,7 @@ def test_a_floor_is_none_of_plans_that_write_into_new_tensors() -> None:
     """No plan that does so fits. The plan without recomputation fits, but is left out for what it keeps."""
     stage = overwriting(pointwise())
     plan = plan_from_runs(stage.graph, ("f1", "f2", "f3", "(loss)", "f1", "f2", "b3"), "recomputing")
-    kept = stage.measured(plan).kept_bytes
+    kept = stage.measured(plan).held.kept
     found = RankSearch([stage], in_turn(1, 2), 15, OnlyFloors(), starts=[[plan]], kept=[kept]).run()
     assert (found.extra, found.floor) == (2, 0)
 
@@ -272,7 +279,7 @@ def test_a_refusal_names_a_budget_at_which_little_is_recomputed() -> None:
 def test_the_stages_of_a_rank_share_one_budget() -> None:
     """What the dear stage keeps, the cheap one recomputes."""
     dear, cheap = (
-        replace(free(chain_stage([4, 4, 4], [cost] * 3)), template=StagePlan(number, 0, 0, 0))
+        replace(free(chain_stage([4, 4, 4], [cost] * 3)), template=StagePlan(number))
         for number, cost in ((0, 9.0), (1, 1.0))
     )
     actions = tuple(a for pair in zip(in_turn(2, 6), in_turn(2, 6, stage=1), strict=True) for a in pair)
@@ -280,7 +287,7 @@ def test_the_stages_of_a_rank_share_one_budget() -> None:
     budget = int(0.8 * whole)
     found = RankSearch([dear, cheap], actions, budget, Exact()).run()
     assert found.peak == max(replayed(actions, dict(enumerate(found.stages)))) <= budget
-    assert found.stages[0].extra / 9 <= found.stages[1].extra
+    assert found.stages[0].times.extra / 9 <= found.stages[1].times.extra
     assert 0 <= found.floor <= found.extra
 
 
@@ -300,8 +307,8 @@ def test_a_deferred_micro_batch_is_charged_what_its_weight_gradients_need(w: int
     actions = split_turn(3, w, 8)
     kept = all_kept(stage)
     # The batch, the other layers' inputs, the gradients of the layers' outputs; that of the first layer's input leaves.
-    assert kept.deferred_bytes == 4 + (4 + 3) + (4 + 3 + 5)
-    assert kept.whole == 5 + 4
+    assert kept.held.deferred == 4 + (4 + 3) + (4 + 3 + 5)
+    assert kept.transients.whole == 5 + 4
     whole = rank_peak(actions, [kept])
     found = RankSearch([stage], actions, whole - 1, Deferring()).run()
     assert found.peak == max(replayed(actions, {0: found.stages[0]})) < whole

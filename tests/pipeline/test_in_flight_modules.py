@@ -15,11 +15,12 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.pipeline.actions import RankActions, StagePlan
+from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans.in_flight import QUESTIONS, stage_planner, with_in_flight
 from rematplan.plans.stage_problems import stage_problem
@@ -277,7 +278,7 @@ def test_the_state_of_the_generator_is_counted_while_a_dropout_runs_again() -> N
     planned = rematplan.plan_stage(nn.Sequential(*layers), (example(),), budget="100%", in_flight=2, **ASKED)
     step, state = planned._rematplan.last.compiled.step, torch.get_rng_state().nbytes
     graph = with_loss_boundary(step, training_graph(step, roofline_costs(step, device_model("laptop-cpu"))))
-    graph = stage_problem(step, without_unused_states(graph), template=StagePlan(0, 0, 0, 0)).graph
+    graph = stage_problem(step, without_unused_states(graph), template=StagePlan(0)).graph
     *again, last = (call.name for call in step.calls if call.seeded)
     assert last in graph.never_rerun
     assert [graph.size[state_of(name)] for name in (*again, last)] == [state] * 3 + [0]

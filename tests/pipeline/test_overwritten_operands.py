@@ -70,10 +70,10 @@ def test_a_micro_batch_needs_the_promised_bytes_exactly(stage: int, monkeypatch:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     peaks = [peak_above_entry(call, CPU)[0] - own for call in (forward, step)]
-    assert peaks == [figures.transient_forward, max(figures.transient_forward, figures.transient_backward)]
+    assert peaks == [figures.transients.forward, max(figures.transients.forward, figures.transients.backward)]
     assert reuses(part.problem) == (True, True)
     twice = replace(part.problem, reused=None).measured(plan)
-    assert peaks[0] < twice.transient_forward
+    assert peaks[0] < twice.transients.forward
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_numbers_among_arguments_are_in_the_promise_of_modelled_costs() -> None:
     plan = no_recompute(part.problem.graph)
     module, given = part.planned(plan), torch.zeros(4, WIDTH, requires_grad=True)
     peak, _ = peak_above_entry(lambda: module(given), CPU)
-    assert 12 + 2 * given.nbytes == peak <= part.problem.measured(plan).transient_forward < peak + 12
+    assert 12 + 2 * given.nbytes == peak <= part.problem.measured(plan).transients.forward < peak + 12

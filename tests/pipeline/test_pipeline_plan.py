@@ -77,7 +77,7 @@ AMPLE = 10**9
 def test_peaks_are_those_of_a_replay_and_within_the_budget(name: str, share: float) -> None:
     chain = chained()
     whole = search(chain, name, AMPLE, optimizer=2.0).run()
-    assert all(stage.extra == 0 for stage in whole.stages)
+    assert all(stage.times.extra == 0 for stage in whole.stages)
     budget = int(share * max(whole.peaks))
     for found, limit in ((whole, AMPLE), (search(chain, name, budget, optimizer=2.0).run(), budget)):
         for rank, (row, stages) in enumerate(
@@ -85,7 +85,7 @@ def test_peaks_are_those_of_a_replay_and_within_the_budget(name: str, share: flo
         ):
             assert max(replayed(row, {s: found.stages[s] for s in stages})) == found.peaks[rank] <= limit
         assert found.times[found.slowest].total >= found.floor - 1e-6
-        assert sum(s.backward + s.weight + s.forward - s.extra for s in found.stages) == pytest.approx(
+        assert sum(s.times.total - s.times.extra for s in found.stages) == pytest.approx(
             chain.graph.base_cost
         )
 
@@ -208,15 +208,21 @@ def test_states_grow_with_the_optimizer_and_the_batch_with_micro_batches() -> No
     chain = chained()
     plain, adam = (search(chain, "1f1b", AMPLE, optimizer=n).run((3,)) for n in (0.0, 2.0))
     weights = [512 * 3, 512 * 4]
-    assert [b.states - a.states for a, b in zip(plain.stages, adam.stages, strict=True)] == [
-        2 * w for w in weights
+    assert [
+        b.standing.states - a.standing.states for a, b in zip(plain.stages, adam.stages, strict=True)
+    ] == [2 * w for w in weights]
+    assert [s.held.gradients for s in plain.stages] == weights
+    assert [s.standing.torch_bytes for s in plain.stages] == [CONNECTING] * 2
+    assert [(s.messages.sent, s.messages.returned) for s in plain.stages] == [
+        (chain.sends[3], 0),
+        (0, chain.returns[3]),
     ]
-    assert [s.gradients for s in plain.stages] == weights
-    assert [s.torch_bytes for s in plain.stages] == [CONNECTING] * 2
-    assert [(s.sent, s.returned) for s in plain.stages] == [(chain.sends[3], 0), (0, chain.returns[3])]
     batch = search(chain, "1f1b", AMPLE, batch=frozenset({"x"})).run((3,))
-    assert batch.stages[0].torch_bytes - plain.stages[0].torch_bytes == 4 * chain.graph.size["x"]
-    assert plain.stages[0].states - batch.stages[0].states == chain.graph.size["x"]
+    assert (
+        batch.stages[0].standing.torch_bytes - plain.stages[0].standing.torch_bytes
+        == 4 * chain.graph.size["x"]
+    )
+    assert plain.stages[0].standing.states - batch.stages[0].standing.states == chain.graph.size["x"]
 
 
 def test_impossible_cuts_are_refused() -> None:

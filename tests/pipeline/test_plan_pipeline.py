@@ -18,7 +18,8 @@ from rematplan.pipeline import plan_pipeline
 from rematplan.pipeline.auto_cuts import agreed
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, MessageBytes, message_memory
+from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, message_memory
+from rematplan.planner.pipeline.stage_plan import MessageBytes
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.graph.compat import STEPS_COPY_RANDOM_STATE
 from rematplan.runtime.pipeline import action_lists
@@ -172,7 +173,7 @@ def test_measuring_a_frozen_stage_leaves_its_buffers_and_the_generator_as_they_a
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True))
     assert torch.equal(torch.get_rng_state(), drawn)
     (figures,) = pipe.stage_plans
-    assert (figures.kept_bytes, figures.gradients, figures.backward) == (8 * 16 * 4, 0, 0.0)
+    assert (figures.held.kept, figures.held.gradients, figures.times.backward) == (8 * 16 * 4, 0, 0.0)
     assert pipe.modules(0) == (pipe.parts[0].stage.module,)
 
 
@@ -247,10 +248,10 @@ def test_outputs_that_the_backward_reads_stay_though_torch_frees_what_is_sent(
         monkeypatch.setattr(action_lists, "SENT_OUTPUTS_ARE_FREED", frees)
         asked = {"schedule": schedule, "stages": 3, "microbatches": 4, "cuts": ["1", "3"]}
         figures[frees] = planned(nn.Sequential(*layers), x=torch.zeros(8, 16), **asked).stage_plans
-    assert [one.loose for one in figures[False]] == [0, 0, 0]
-    assert [one.loose for one in figures[True]] == [4 * 2 * 16, 0, 0]
+    assert [one.held.loose for one in figures[False]] == [0, 0, 0]
+    assert [one.held.loose for one in figures[True]] == [4 * 2 * 16, 0, 0]
     kept, freed = figures[False][0], figures[True][0]
-    assert kept.kept_bytes - freed.kept_bytes == freed.loose == freed.sent
+    assert kept.held.kept - freed.held.kept == freed.held.loose == freed.messages.sent
     assert figures[False][1:] == figures[True][1:]
 
 
@@ -293,27 +294,27 @@ def test_a_stage_that_trains_nothing_keeps_nothing_for_the_gradients_of_weights(
     model.head.requires_grad_(False)
     more = {"schedule": "interleaved-zb", "stages": 8, "cuts": [f"blocks.{k}" for k in range(1, 8)]}
     found = planned(model, loss_fn=loss, target=torch.zeros(64, 256), **more).stage_plans
-    assert [one.deferred_bytes for one in (found[3], found[7])] == [0, 0]
-    assert found[7].left > 4 * 8 * 256  # outputs of a micro-batch
+    assert [one.held.deferred for one in (found[3], found[7])] == [0, 0]
+    assert found[7].standing.left > 4 * 8 * 256  # outputs of a micro-batch
 
 
 def test_a_count_of_batches_is_freed_after_the_forward() -> None:
     """No op of the backward reads it."""
     problem = planned(stages=2, cuts=["blocks.4"], ranks=[0]).parts[0].problem
     assert [problem.graph.size[t] for t in problem.leaving] == [8] * 4
-    kept = problem.measured(no_recompute(problem.graph)).kept_bytes
+    kept = problem.measured(no_recompute(problem.graph)).held.kept
     same = replace(problem, leaving=())
-    assert same.measured(no_recompute(problem.graph)).kept_bytes == kept + 4 * 8
+    assert same.measured(no_recompute(problem.graph)).held.kept == kept + 4 * 8
 
 
 def test_the_state_of_the_random_generator_has_the_bytes_that_are_counted() -> None:
     assert torch.get_rng_state().nbytes == RANDOM_STATE
     counted = RANDOM_STATE if STEPS_COPY_RANDOM_STATE else 0
-    assert {part.problem.template.opening for part in planned().parts.values()} == {counted}
+    assert {part.problem.template.standing.opening for part in planned().parts.values()} == {counted}
 
 
 def test_the_numbers_that_connect_ranks_are_counted_once_in_each() -> None:
     for name in ("gpipe", "zbv"):
         schedule = schedule_named(name, 4, 8)
         found = [message_memory(schedule, s, MessageBytes(0, 0, 0, 0)) for s in range(schedule.stages)]
-        assert [plan.torch_bytes for plan in found] == [CONNECTING] * 4 + [0] * (schedule.stages - 4)
+        assert [plan.standing.torch_bytes for plan in found] == [CONNECTING] * 4 + [0] * (schedule.stages - 4)

@@ -18,18 +18,25 @@ from rematplan.planner.pipeline.actions import (
     SENDS,
     Action,
     Kind,
-    StagePlan,
     schedule_of_rows,
     stages_that_free_outputs,
 )
 from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
 from rematplan.planner.pipeline.rank_memory import in_flight, rank_bytes, rank_peak
 from rematplan.planner.pipeline.stage_chain import stage_chain
+from rematplan.planner.pipeline.stage_plan import (
+    HeldBytes,
+    MessageBytes,
+    StagePlan,
+    StandingBytes,
+    TransientBytes,
+)
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.strategies.store_all import no_recompute
 
 BYTES = st.integers(0, 99)
+SMALL = HeldBytes(4), TransientBytes(9, 9)
 
 
 @st.composite
@@ -53,8 +60,11 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
             actions[-1] = replace(actions[-1], messages=tuple(entries))
             if not left:
                 actions[-1] = replace(actions[-1], after=actions[-1].messages)
-    names = [f.name for f in fields(StagePlan) if f.type in ("int", "int | None") and f.name != "stage"]
-    plans = {s: StagePlan(s, **{name: draw(BYTES) for name in names}) for s in range(stages)}
+    parts = [HeldBytes, TransientBytes, MessageBytes, StandingBytes]
+    plans = {
+        s: StagePlan(s, *(kind(*(draw(BYTES) for _ in fields(kind))) for kind in parts))
+        for s in range(stages)
+    }
     return tuple(actions), plans
 
 
@@ -73,10 +83,12 @@ def test_one_forward_one_backward_holds_all_but_one_of_the_micro_batches_in_flig
     """states + (k − 1)·K + the larger transient."""
     rows = [[("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)]]
     schedule = schedule_of_rows("two in flight", 1, 3, rows)
-    plan = StagePlan(0, kept_bytes=10, transient_forward=17, transient_backward=19, states=100)
+    plan = StagePlan(0, HeldBytes(10), TransientBytes(17, 19), standing=StandingBytes(100))
     assert in_flight(schedule.actions[0]) == {0: 2}
     assert rank_peak(schedule.actions[0], [plan]) == 100 + 10 + 19
-    late = replace(plan, gradients=7, first_backward=25)
+    late = replace(
+        plan, held=HeldBytes(10, gradients=7), transients=TransientBytes(17, 19, first_backward=25)
+    )
     assert rank_peak(schedule.actions[0], [late]) == 100 + 7 + 10 + 19
 
 
@@ -86,16 +98,18 @@ def during(actions: Iterable[Action], plans: Iterable[StagePlan]) -> list[int]:
 
 def test_sent_tensors_are_gone_when_the_outputs_are_joined() -> None:
     actions = tuple(Action(kind, 0, m) for m in range(3) for kind in "FB")  # type: ignore[arg-type]
-    plan = StagePlan(0, 4, 9, 9, states=100, left=10, sent=5, returned=2, closing=30)
+    standing = StandingBytes(100, left=10, closing=30)
+    plan = StagePlan(0, *SMALL, MessageBytes(sent=5, returned=2), standing)
     assert during(actions, [plan])[-2:] == [100 + 2 * 17 + 9, 100 + 3 * 10 + 30]
-    assert during(actions, [replace(plan, closing=0)])[-1] == 100 + 3 * 17
+    assert during(actions, [replace(plan, standing=replace(standing, closing=0))])[-1] == 100 + 3 * 17
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_sent_message_counts_from_its_action_until_it_is_freed(early: bool) -> None:
     """The second of three stages in 1F1B with three micro-batches: F0 F1 B0 F2 B1 B2."""
     (row,) = one_forward_one_backward(3, 3, early).actions[1:2]
-    plan = StagePlan(1, 4, 60, 9, sent=100, returned=1000, received=2, answered=3, loose=50 * early)
+    held, messages = HeldBytes(4, loose=50 * early), MessageBytes(2, 3, sent=100, returned=1000)
+    plan = StagePlan(1, held, TransientBytes(60, 9), messages)
     assert list(map(str, row)) == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
     # F1: the output of F0. F2, B1: the gradient of B0. B2: that of B1. The end: that of B2.
     gradients = [0, 0, 0, 1000, 1000, 1000, 1000]
@@ -113,7 +127,7 @@ def test_a_sent_message_counts_from_its_action_until_it_is_freed(early: bool) ->
 
 @pytest.mark.parametrize("early", [True, False])
 def test_gpipe_holds_a_received_gradient_until_the_next_one_is_received(early: bool) -> None:
-    plan = StagePlan(0, 4, 9, 9, received=2, answered=1000)
+    plan = StagePlan(0, *SMALL, MessageBytes(2, 1000))
     row = gpipe(2, 3, early).actions[0]
     assert [before for before, _ in rank_bytes(row, [plan])][3:] == [12 + 1000, 8 + 2000, 4 + 2000, 1000]
     row = gpipe(3, 3, early).actions[1]
@@ -125,10 +139,18 @@ def test_a_channel_receives_ahead_as_long_as_messages_are_left() -> None:
     """The buffers for the messages of F1 and B0 exist from the start, those for F2 and B1 from F1 and B0 on."""
     (row,) = dataflow(3, 3, 0.0).actions[1:2]
     assert list(map(str, row)) == ["1F0", "1F1", "1B0", "1F2", "1B1", "1B2"]
-    plan = StagePlan(1, 0, 0, 0, received=2, answered=1000, credits=1)
+    plan = StagePlan(1, messages=MessageBytes(2, 1000, credits=1))
     assert during(row, [plan]) == [1002, 1002, 1002, 1000, 1000, 0, 0]
     assert [before for before, _ in rank_bytes(row, [plan])] == [1002, 1002, 1002, 1002, 1000, 1000, 0]
-    assert during(row, [replace(plan, credits=2)]) == [2004, 2002, 2002, 2000, 1000, 0, 0]
+    assert during(row, [replace(plan, messages=MessageBytes(2, 1000, credits=2))]) == [
+        2004,
+        2002,
+        2002,
+        2000,
+        1000,
+        0,
+        0,
+    ]
 
 
 def test_torch_frees_outputs_early_only_where_every_output_is_freed_before_its_backward() -> None:
@@ -143,14 +165,17 @@ TWO_STAGES = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0), Action("B
 
 
 def test_what_torch_needs_to_divide_gradients_is_counted_once_in_a_rank() -> None:
-    plans = [StagePlan(s, 4, 9, 9, states=100, left=30, closing=20, ending=50) for s in range(2)]
+    plans = [
+        StagePlan(s, *SMALL, standing=StandingBytes(100, left=30, closing=20, ending=50)) for s in range(2)
+    ]
     assert during(TWO_STAGES, plans)[-1] == 2 * (100 + 30) + 50
 
 
 def test_what_torch_needs_before_the_first_action_is_counted_once_in_a_rank() -> None:
-    plans = [StagePlan(s, 4, 9, 9, states=100, torch_bytes=10, opening=50) for s in range(2)]
+    plans = [StagePlan(s, *SMALL, standing=StandingBytes(100, 10, opening=50)) for s in range(2)]
     assert rank_peak(TWO_STAGES, plans) == 2 * (100 + 10) + 50
-    assert rank_peak(TWO_STAGES, [replace(p, transient_backward=60) for p in plans]) == 2 * (100 + 10) + 60
+    more = TransientBytes(9, 60)
+    assert rank_peak(TWO_STAGES, [replace(p, transients=more) for p in plans]) == 2 * (100 + 10) + 60
 
 
 def both_gradients() -> StageProblem:
@@ -174,29 +199,32 @@ def both_gradients() -> StageProblem:
         ),
     )
     chain = stage_chain(graph, [[0], [1, 2]], {"dw": "w", "dv": "v", "dx": "u"})
-    return stage_problem(StageSlice(chain, 1, 2), StagePlan(1, 0, 0, 0), split=True)
+    return stage_problem(StageSlice(chain, 1, 2), StagePlan(1), split=True)
 
 
 def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_first_i_on() -> None:
     problem = both_gradients()
     assert problem.gradients == {"(dw added)": "dw", "(dv added)": "dv"}
     plan = problem.measured(no_recompute(problem.graph))
-    assert (plan.gradients, plan.early_gradients) == (1007, 1000)
+    assert (plan.held.gradients, plan.held.early_gradients) == (1007, 1000)
     rows = [[(kind, 1, m) for kind, m in (("F", 0), ("I", 0), ("F", 1), ("I", 1), ("W", 0), ("W", 1))]]
     actions = tuple(Action(*row) for row in rows[0])  # type: ignore[arg-type]
-    most = dict(zip(map(str, actions), during(actions, [replace(plan, states=0)]), strict=False))
-    deferred = plan.deferred_bytes
-    assert most["1F1"] == 1000 + deferred + plan.transient_forward
-    assert most["1I1"] == 1000 + deferred + plan.transient_backward
-    assert most["1W0"] == 1000 + deferred + (plan.first_weight or 0)
-    assert most["1W1"] == 1007 + plan.transient_weight
+    most = dict(
+        zip(map(str, actions), during(actions, [replace(plan, standing=StandingBytes())]), strict=False)
+    )
+    deferred = plan.held.deferred
+    assert most["1F1"] == 1000 + deferred + plan.transients.forward
+    assert most["1I1"] == 1000 + deferred + plan.transients.backward
+    assert most["1W0"] == 1000 + deferred + (plan.transients.first_weight or 0)
+    assert most["1W1"] == 1007 + plan.transients.weight
     whole = [Action("F", 1, 0), Action("B", 1, 0)]
-    assert during(whole, [replace(plan, states=0)])[-1] == 1007
+    assert during(whole, [replace(plan, standing=StandingBytes())])[-1] == 1007
 
 
 def test_a_message_that_a_w_reads_counts_once_until_then() -> None:
     """The first stage, on the same rank, holds it until its own backward. Actions of stage 9 need nothing."""
-    plans = [StagePlan(0, 0, 0, 0), StagePlan(1, 0, 0, 0, deferred_bytes=7, deferred_input=5, received=6)]
+    held = HeldBytes(deferred=7, deferred_input=5)
+    plans = [StagePlan(0), StagePlan(1, held, messages=MessageBytes(6))]
     rows: list[tuple[Kind, int, int]] = [
         ("F", 0, 0),
         ("F", 1, 0),
@@ -208,7 +236,7 @@ def test_a_message_that_a_w_reads_counts_once_until_then() -> None:
         ("F", 9, 2),
     ]
     actions = tuple(Action(*row) for row in rows)
-    most = dict(zip(map(str, actions), during(actions, [*plans, StagePlan(9, 0, 0, 0)]), strict=False))
+    most = dict(zip(map(str, actions), during(actions, [*plans, StagePlan(9)]), strict=False))
     assert (most["9F0"], most["9F1"], most["9F2"]) == (7 + 1, 6, 0)
 
 
@@ -241,7 +269,7 @@ def test_torch_holds_the_outputs_until_a_whole_backward_ends() -> None:
     """Even if the ops for the gradients of weights free them earlier, as they do in a W of its own."""
     problem = own_outputs()
     plan = problem.measured(no_recompute(problem.graph))
-    assert (plan.transient_weight, plan.whole) == (3 + 3 + 40, 10)
+    assert (plan.transients.weight, plan.transients.whole) == (3 + 3 + 40, 10)
     whole = [Action("F", 0, 0), Action("B", 0, 0)]
     halves = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
     assert max(during(whole, [plan])) - max(during(halves, [plan])) == 10
@@ -250,10 +278,11 @@ def test_torch_holds_the_outputs_until_a_whole_backward_ends() -> None:
 def test_outputs_that_the_next_stage_holds_are_counted_in_the_forward_only() -> None:
     problem = own_outputs()
     mine, handed = (p.measured(no_recompute(p.graph)) for p in (problem, replace(problem, handed=("y",))))
-    assert handed.kept_bytes == mine.kept_bytes - 10
-    assert handed.transient_forward == mine.transient_forward
-    assert handed.transient_backward == mine.transient_backward - 10
-    assert (handed.transient_weight, handed.whole) == (mine.transient_weight, 0)
+    assert handed.held.kept == mine.held.kept - 10
+    less, more = handed.transients, mine.transients
+    assert less.forward == more.forward
+    assert less.backward == more.backward - 10
+    assert (less.weight, less.whole) == (more.weight, 0)
 
 
 @pytest.mark.parametrize(

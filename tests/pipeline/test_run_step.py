@@ -65,7 +65,7 @@ def test_the_files_own_plans_run(workers: Workers, file: Path) -> None:
     reports = workers.run(step, path=file)[0]
     check(reports)
     assert [one.anew for one in reports] == [""] * 4
-    extra = [one.extra for one in load_pipeline(file).stages]
+    extra = [one.times.extra for one in load_pipeline(file).stages]
     assert [one.extra for one in reports] == pytest.approx(extra)
     assert sum(extra) > 0
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph, UsageError
 from rematplan.ir.recoverable import recoveries
 from rematplan.planner.arrays.indexed import indexed
-from rematplan.planner.pipeline.actions import StagePlan
 from rematplan.planner.pipeline.stage_chain import StageChain, blocks_at, stage_chain
+from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.pipeline.stage_slices import BOUNDARY, WEIGHTS, StageSlice, stage_problem
 from rematplan.planner.strategies.store_all import no_recompute
@@ -31,7 +31,7 @@ def slices(chain: StageChain, cuts: list[int]) -> list[StageSlice]:
 
 
 def problems_of(pieces: list[StageSlice], split: bool) -> list[StageProblem]:
-    return [stage_problem(p, StagePlan(i, 0, 0, 0), split=split) for i, p in enumerate(pieces)]
+    return [stage_problem(p, StagePlan(i), split=split) for i, p in enumerate(pieces)]
 
 
 def run_in_parts(
@@ -91,11 +91,11 @@ def test_stages_do_together_what_the_step_does(
         assert piece.bytes(piece.returned) == chain.returns[cut]
     for stage, piece in zip(stages, pieces, strict=True):
         figures = stage.measured(no_recompute(stage.graph))
-        assert figures.forward == pytest.approx(chain.forward[piece.end] - chain.forward[piece.start])
-        assert figures.backward + figures.weight == pytest.approx(
+        assert figures.times.forward == pytest.approx(chain.forward[piece.end] - chain.forward[piece.start])
+        assert figures.times.backward + figures.times.weight == pytest.approx(
             chain.backward[piece.end] - chain.backward[piece.start]
         )
-        assert figures.extra == pytest.approx(0)
+        assert figures.times.extra == pytest.approx(0)
 
 
 def test_skips_of_a_unet_pass_through_every_stage_between() -> None:
@@ -215,7 +215,7 @@ def test_only_a_stage_that_recovers_its_input_inverts_to_it() -> None:
     back = Op("a from b", ("b", "v"), ("a",), 1.0)
     chain = replace(chain, graph=replace(chain.graph, inverses=(back,)))
     second = StageSlice(chain, 1, 2)
-    ordinary, recovering = (stage_problem(second, StagePlan(1, 0, 0, 0), recovers=r) for r in (False, True))
+    ordinary, recovering = (stage_problem(second, StagePlan(1), recovers=r) for r in (False, True))
     assert ordinary.graph.inverses == ()
     assert recoveries(ordinary.graph) == {}
     assert back in recovering.graph.inverses

@@ -164,7 +164,7 @@ def test_an_input_that_no_weight_gradient_reads_is_freed_with_the_inputs_gradien
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.held}
     assert given.untyped_storage().data_ptr() not in held
     held = {p: n for p, n in held.items() if p not in {q.data_ptr() for q in model.parameters()}}
-    assert part.problem.measured(plan).deferred_bytes == sum(held.values()) == 2 * given.nbytes
+    assert part.problem.measured(plan).held.deferred == sum(held.values()) == 2 * given.nbytes
     alive = weakref.ref(given)
     del given
     assert alive() is None
