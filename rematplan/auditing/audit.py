@@ -14,7 +14,7 @@ from rematplan.auditing.faults import Fault
 from rematplan.auditing.measured_steps import Measured, measured, planned
 from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.step_runs import Step, default_loss
-from rematplan.ir import UsageError, first_line
+from rematplan.ir import UsageError, first_line, show_bytes
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.graph.compat import OptimizedModule
 
@@ -36,7 +36,8 @@ class Audit:
     own: Measured | None
     """With the model's own checkpointing; None if it raises an error."""
     planned: Measured | None
-    """With a plan whose budget is the peak of the model's own checkpointing; None if none was made."""
+    """With a plan whose budget is the peak of the model's own checkpointing, or that of the smallest peak that was
+    found; None if none was made."""
 
     @property
     def sound(self) -> bool:
@@ -105,6 +106,9 @@ def audit(
         progress(0.8, "planning")
         try:
             best = planned(step, own.peak)
+            if best.peak > own.peak:
+                over = show_bytes(best.peak - own.peak)
+                notes = (*notes, f"no plan at this peak was found; the one shown needs {over} more")
         except Exception as refusal:  # of any kind: a plan is no part of the question
             notes = (*notes, f"no plan at this peak: {first_line(refusal)}")
     progress(1.0, "done")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -49,14 +50,16 @@ def measured(step: Step, path: Callable[[], AbstractContextManager[object]] = nu
 
 
 def planned(step: Step, budget: int) -> Measured:
-    """Plan the step with its loss within ``budget`` bytes, and measure it."""
-    with restored(step):
+    """Plan the step with its loss within ``budget`` bytes, or with the smallest peak that is found, and measure it."""
+    with restored(step), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no plan of the user's: it is used here only
         planned_step = plan_module(
             _LossOf(step),
             step.args,
             step.kwargs,
             budget=f"{budget}B",
             strategy=Auto(time_limit=SECONDS),
+            on_infeasible="least",
             refine=False,
         )
         return measured(

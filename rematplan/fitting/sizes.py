@@ -94,7 +94,7 @@ class SizeSearch:
         self._plans: dict[int, Plan] = {}
         self._bases: dict[int, Plan] = {}
         self._rows: dict[int, AtSize] = {}
-        self._plain = PlainAutograd()
+        self._autograd: dict[str, PlainAutograd] = {}  # by the problem's fingerprint
         self._spans: list[Between] = []
 
     def captured(self, size: int) -> TrainingGraph:
@@ -105,9 +105,9 @@ class SizeSearch:
             with made.mode:
                 _, step = capture_call(made.module, made.batch, {}, self.model.name)
                 reserved = optimizer_bytes(made, self.asked)
-            self._plain |= PlainAutograd.of(step)
             options = PlanOptions(budget="100%", costs=self.asked.costs, reserved=reserved, refine=False)
-            self._captured[size] = StepProblems(options, sized=self._sized).problem_at(step)[1]
+            self._captured[size] = graph = StepProblems(options, sized=self._sized).problem_at(step)[1]
+            self._autograd[graph.fingerprint] = PlainAutograd.of(step)
             self._captured = dict(sorted(self._captured.items()))
             self._spans = interpolations(self._captured)
         return self._captured[size]
@@ -120,7 +120,7 @@ class SizeSearch:
                     self._exact[size] = span.problem(size)
                     break
         graph = self._exact[size] if size in self._exact else self.captured(size)
-        return self._plain.losses_apart(graph) if self.asked.accelerator else graph
+        return self._autograd[graph.fingerprint].losses_apart(graph) if self.asked.accelerator else graph
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""
@@ -136,9 +136,10 @@ class SizeSearch:
 
     def plain(self, graph: TrainingGraph) -> TrainingGraph:
         """Return a problem of this model as plain autograd runs it."""
+        autograd = self._autograd[graph.fingerprint]
         if self.asked.accelerator:
-            return self._plain.problem(graph, wide_masks=False)
-        return self._plain.problem(self._plain.losses_apart(graph), wide_masks=True)
+            return autograd.problem(graph, wide_masks=False)
+        return autograd.problem(autograd.losses_apart(graph), wide_masks=True)
 
     def base(self, size: int) -> Plan:
         """Return the schedule without recomputation at a size, with the peak of plain autograd."""

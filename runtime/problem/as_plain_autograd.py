@@ -1,21 +1,24 @@
-"""What plain autograd holds in another way than a step that may recompute: scores, masks of dropout, random states."""
+"""What plain autograd holds in another way than a step that may recompute: scores, masks of dropout, random states,
+and all that a node of its graph touches until the node ends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.problem.loss_boundary import OLD_BUFFERS
 from rematplan.runtime.problem.planning_problem import RNG_STATES
 from rematplan.runtime.problem.random_states import without_random_states
 
 COPIES = (RNG_STATES, OLD_BUFFERS)
 """The tensors of a problem from which ops run again: states of random generators, and buffers before the step."""
+ADD = torch.ops.aten.add.Tensor
 DROPOUT = torch.ops.aten.native_dropout.default
 
 
@@ -28,6 +31,10 @@ class PlainAutograd:
     masks: Mapping[str, int] = field(default_factory=dict)
     """By storage name, the bytes of an element of the input of a dropout. A mask of the step has one byte an
     element."""
+    nodes: tuple[tuple[str, ...], ...] = ()
+    """For each node of the backward that calls several ops, their names."""
+    sums: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """For each sum of two gradients, by the op's name: the storage of the older one, and that of the result."""
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
@@ -40,11 +47,12 @@ class PlainAutograd:
             for result, mask in [call.results[:2]]
             if result and mask
         }
-        return cls(losses, masks)
-
-    def __or__(self, other: PlainAutograd) -> PlainAutograd:
-        """Return the ops of both."""
-        return PlainAutograd(self.losses | other.losses, {**self.masks, **other.masks})
+        nodes = [tuple(calls) for _, calls in groupby(_in_backward(step), key=lambda call: call.sequence)]
+        sums: dict[str, tuple[str, str]] = {}
+        for node in nodes:
+            sums.update(_sums(step, node))
+        whole = tuple(tuple(call.name for call in node if call.name not in sums) for node in nodes)
+        return cls(losses, masks, tuple(names for names in whole if len(names) > 1), sums)
 
     def losses_apart(self, graph: TrainingGraph) -> TrainingGraph:
         """Return a problem in which each backward of a cross entropy needs a second tensor of its result's size."""
@@ -64,4 +72,71 @@ class PlainAutograd:
         factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
         tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)
         split = {kind: size for kind, size in graph.fixed_split.items() if kind not in COPIES}
-        return replace(graph, tensors=tuple(tensors), fixed_split=split)
+        return self._summed_in_place(
+            self._whole_nodes(replace(graph, tensors=tuple(tensors), fixed_split=split))
+        )
+
+    def _whole_nodes(self, graph: TrainingGraph) -> TrainingGraph:
+        """Return the problem in which the last op of a node reads all that the node touches: autograd frees neither the
+        saved tensors nor the temporaries of a formula before the node ends."""
+        more: dict[str, dict[str, None]] = {}
+        for node in self.nodes:
+            ops = [graph.op[name] for name in node if name in graph.op]
+            if len(ops) > 1:
+                touched = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
+                more[ops[-1].name] = {t: None for t in touched if t not in ops[-1].writes}
+        whole = tuple(
+            replace(op, reads=tuple({**dict.fromkeys(op.reads), **more.get(op.name, {})})) for op in graph.ops
+        )
+        return replace(graph, ops=whole)
+
+    def _summed_in_place(self, graph: TrainingGraph) -> TrainingGraph:
+        """Return the problem in which a sum of gradients is in the memory of the older one, if nothing reads that
+        later."""
+        last = {t: op.name for op in graph.ops for t in op.reads}
+        kept = {*graph.inputs, *graph.outputs}
+        place = {
+            new: old
+            for name, (old, new) in self.sums.items()
+            if last.get(old) == name and old not in kept and graph.size.get(old) == graph.size.get(new)
+        }
+        if not place:
+            return graph
+
+        def first(tensor: str) -> str:
+            while tensor in place:
+                tensor = place[tensor]
+            return tensor
+
+        ops = tuple(
+            replace(op, reads=tuple(dict.fromkeys(t for read in op.reads for t in (read, first(read)))))
+            for op in graph.ops
+        )
+        outputs = tuple(dict.fromkeys(t for output in graph.outputs for t in (output, first(output))))
+        tensors = tuple(replace(t, bytes=0) if t.name in place else t for t in graph.tensors)
+        return replace(graph, tensors=tensors, ops=ops, outputs=outputs)
+
+
+def _in_backward(step: CapturedStep) -> list[Call]:
+    return [call for call in step.calls if call.backward and call.sequence is not None and not call.is_view]
+
+
+def _sums(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the calls that add the gradient of a node to that of other readers of the same tensor. They follow the
+    formula of the node, and their first argument is an older gradient."""
+    made = {
+        step.values[name].storage for call in step.calls if call.backward for name in call.results if name
+    }
+    own = {step.values[name].storage for call in node for name in call.results if name}
+    for call in reversed(node):
+        older = call.args[0] if call.target is ADD and not call.kwargs else None
+        if not isinstance(older, Ref) or not isinstance(call.args[1], Ref) or call.results[0] is None:
+            return
+        value = step.values[older.value]
+        if value.storage in own or value.storage not in made or not _fills_storage(value.fake):
+            return
+        yield call.name, (value.storage, step.values[call.results[0]].storage)
+
+
+def _fills_storage(t: torch.Tensor) -> bool:
+    return t.untyped_storage().nbytes() == t.numel() * t.itemsize
