@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import UsageError
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.overlap.place_on_lanes import PAYS, USUAL
 from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
@@ -150,6 +151,27 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
     parser.epilog = "\n".join(("strategies:", *rows, "", "options of strategies:", *_meanings()))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def add_time_limit(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add to ``parser`` the option ``-S`` of a command whose one strategy is `auto` with a time limit."""
+    parser.add_argument(
+        "-S",
+        dest="strategy_options",
+        type=strategy_option,
+        action="append",
+        default=[],
+        metavar=f"{LIMIT}=SECONDS",
+        help=meaning,
+    )
+
+
+def time_limit(args: argparse.Namespace, usual: float) -> float:
+    """Return the seconds of search that ``-S time_limit=`` states, or ``usual``; `UsageError` for other options."""
+    stated = strategy_options(args)
+    if unknown := sorted(stated.keys() - {LIMIT}):
+        raise UsageError(f"-S {unknown[0]}: pipelines have one option of this kind, {LIMIT}")
+    return float(getattr(strategy(Auto.name, **{LIMIT: usual} | stated), LIMIT))
 
 
 def strategy_option(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import check_outputs, positive, positive_number
+from rematplan.cli.arguments import add_time_limit, check_outputs, positive, time_limit
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import PROFILE, add_costs, add_model, costs_of, load_model, sizes_and_dims
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rematplan.runtime.graph.captured_step import CapturedStep
 
 AUTO, DATAFLOW = "auto", "dataflow"
+USUAL = 60.0
+"""Seconds of search, unless stated."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -79,13 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="US",
         help="microseconds that each action takes in addition to its work; default 0",
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive_number,
-        default=60.0,
-        metavar="S",
-        help="about how many seconds the search may take; default 60",
-    )
+    add_time_limit(parser, f"about how many seconds the search may take; default {USUAL:.0f}")
     parser.add_argument("-o", "--output", type=Path, metavar="PIPELINE.json", help="write the pipeline")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
 
@@ -97,6 +93,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.output, args.png)
     budget = parse_rank_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)
+    seconds = time_limit(args, USUAL)
     if args.schedule not in (*SCHEDULES, AUTO):
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
@@ -125,7 +122,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         link,
         args.overhead,
         optimizer,
-        args.time_limit,
+        seconds,
     )
     with out.progress(f"planning {loaded.step.name}") as progress:
         plan = plan_stages(priced, asked, _model(args, costs), progress)

@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import positive_number
+from rematplan.cli.arguments import add_time_limit, time_limit
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import ROOFLINE
 from rematplan.ir import ProblemError, UsageError
+from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, load_pipeline
 
 if TYPE_CHECKING:
@@ -33,20 +34,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare losses, gradients and buffers bit by bit with a single process that runs the same micro-batches",
     )
-    parser.add_argument(
-        "--time-limit",
-        type=positive_number,
-        default=30.0,
-        metavar="S",
-        help="about how many seconds a rank may take if it plans its stages anew, since they differ from those in the "
-        "file; default 30",
+    add_time_limit(
+        parser,
+        "about how many seconds a rank may take if it plans its stages anew, since they differ from those in the "
+        f"file; default {Auto.time_limit:.0f}",
     )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan pipeline-step`` as one rank; rank 0 shows all measurements. The exit status is 1 if
     ``--verify`` found a difference."""
-    plan = load_pipeline(args.file)
+    plan, seconds = load_pipeline(args.file), time_limit(args, Auto.time_limit)
     ranks = plan.schedule.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UsageError(
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         plan = replace(plan, schedule=as_torch_runs_it(plan.schedule))
     except ProblemError as other:
         raise ProblemError(f"{args.file}: {other}") from None
-    reports = run_on_all_ranks(plan, verify=args.verify, time_limit=args.time_limit)
+    reports = run_on_all_ranks(plan, verify=args.verify, time_limit=seconds)
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:
         _show(plan, reports, out)

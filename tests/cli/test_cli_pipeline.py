@@ -23,7 +23,7 @@ def small(**sizes: int) -> tuple[str, ...]:
 
 
 SMALL = small()
-LIMIT = ("--microbatches", "4", "--time-limit", "2")
+LIMIT = ("--microbatches", "4", "-S", "time_limit=2")
 FOUR = (*SMALL, *LIMIT)
 
 
@@ -212,8 +212,6 @@ def test_a_rank_that_does_not_fit_is_named(call) -> None:
         "100KiB",
         "--cuts",
         "norm",
-        "--time-limit",
-        2,
     )
     assert done.status == 3
     assert "rank 0: budget 100.00 KiB" in done.err
@@ -254,6 +252,8 @@ def test_all_schedules_can_be_planned(call, schedule) -> None:
         (("--stages", "3", "--schedule", "zbv"), "zbv has 2 stages on each rank"),
         (("--stages", "99", "--microbatches", "99"), "cannot be divided into 99 stages, only into"),
         (("--microbatches", "1"), "1f1b needs at least as many micro-batches as ranks"),
+        (("-S", "gap=0.1"), "-S gap: pipelines have one option of this kind, time_limit"),
+        (("-S", "time_limit=0"), "auto: time_limit is 0.0; it must be above 0"),
         (("--overhead", "-1"), "--overhead -1.0 is not a number"),
         (("--microbatches", "1000000"), "2 ranks with 1000000 micro-batches are too many to simulate"),
         (("--budget", "9999999999999GiB"), "is too large; a rank can have 1048576.00 GiB"),
@@ -287,7 +287,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
 def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:
     path = tmp_path / "r.onnx"
     call("export", "resnet18", "--dim", "image=32", "--dim", "width=8", "-o", path)
-    more = ("--dim", "batch=2", "--costs", "roofline", "--time-limit", "2", "--microbatches", "4")
+    more = ("--dim", "batch=2", "--costs", "roofline", "-S", "time_limit=2", "--microbatches", "4")
     said = call("pipeline", path, *more, "--stages", 2, "--budget", "1GiB", "--json").data
     assert len(said["names"]) == 1
     assert said["names"][0]
@@ -318,7 +318,18 @@ def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
         *("--dim", f"depth={4}", "--dim", f"width={32}", "--dim", f"image={64}"),
         *("--dim", f"classes={10}", "--dim", f"batch={2}", "--costs", "roofline"),
     )
-    more = ("--microbatches", 8, "--stages", 2, "--link", "50us", "--schedule", "dataflow", "--time-limit", 2)
+    more = (
+        "--microbatches",
+        8,
+        "--stages",
+        2,
+        "--link",
+        "50us",
+        "--schedule",
+        "dataflow",
+        "-S",
+        "time_limit=2",
+    )
     ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
     tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--json")
     assert tight.status == 0, tight.err
@@ -341,7 +352,7 @@ def _stop() -> None:
 def test_the_last_rank_holds_the_models_outputs_of_all_microbatches(call) -> None:
     """PyTorch keeps them to the end of a step."""
     small = ("lstm", "--dim", "batch=2", "--dim", "tokens=8", "--dim", "width=8", "--dim", "vocabulary=500")
-    more = ("--costs", "roofline", "--time-limit", "1", "--stages", 2, "--cuts", "head", "--budget", "1GiB")
+    more = ("--costs", "roofline", "-S", "time_limit=1", "--stages", 2, "--cuts", "head", "--budget", "1GiB")
     rows = [call("pipeline", *small, *more, "--microbatches", m, "--json").data for m in (2, 6)]
     few, many = (said["plans"][1] for said in rows)
     outputs = 4 * 2 * 8 * 500
