@@ -11,6 +11,7 @@ from rematplan.ir.training_graph import LIBRARIES
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
+from rematplan.plans.step_problems import RESERVED
 from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.in_place import Operands, overwritable_operands, reused_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -53,7 +54,7 @@ def stage_problem(
     problem = StageProblem(
         adding,
         LOSS,
-        states=of("parameter", "buffer", "constant", LIBRARIES),
+        states=of("parameter", "buffer", "constant", LIBRARIES, RESERVED),
         per_microbatch=of(*per_microbatch),
         tangents=of(*tangents),
         between=between,

@@ -157,6 +157,17 @@ def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
     assert few.estimate.reruns < many.estimate.reruns
 
 
+@pytest.mark.parametrize("deferred", [None, 1])
+def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int | None) -> None:
+    smallest = []
+    for reserved in ((), ("1MiB", nn.Linear(WIDTH, 1, bias=False))):
+        more: dict[str, Any] = {"in_flight": 2, "deferred": deferred, "reserved": reserved}
+        with pytest.raises(InfeasibleBudget) as refused:
+            rematplan.plan_stage(model(), (example(),), budget=1000, **ASKED, **more)
+        smallest.append(refused.value.smallest)
+    assert smallest[1] - smallest[0] == 2**20 + 4 * WIDTH
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
