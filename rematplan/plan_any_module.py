@@ -247,7 +247,10 @@ def plan_stage(
             forward or a backward begins. A backward then computes only the gradients of the inputs, and
             `finish_weights` computes those of the weights later. None: a backward computes both.
         budget: bytes or a percentage, as for `plan_module`. A budget that no plan fits raises.
-        strategy, costs, policy, dynamic_shapes, loss_memory, reserved, on_infeasible: as for `plan_module`.
+        strategy, costs, policy, dynamic_shapes, loss_memory, reserved: as for `plan_module`. If ``in_flight`` is above
+            1 or ``deferred`` is stated, plans have one lane, and of the options of ``auto`` the search follows
+            ``time_limit``, ``seed`` and ``gap``. A saved plan and others of its options are refused.
+        on_infeasible: as for `plan_module`, if ``in_flight`` is 1 and ``deferred`` is None; otherwise only ``raise``.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.

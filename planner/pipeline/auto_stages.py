@@ -18,16 +18,19 @@ from rematplan.planner.core.strategy import Strategy
 class AutoStages:
     """Plans single stages of a pipeline with the strategy `Auto`; implements `StagePlanner`.
 
-    ``time_limit``: seconds for each call of a method.
+    ``time_limit``: seconds for each call of a method. ``seed``, ``gap``: as in `Auto`.
     """
 
     time_limit: float = 2.0
+    seed: int = Auto.seed
+    gap: float = Auto.gap
 
     def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
         """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
         to start from.
         """
-        return Auto(time_limit=self.time_limit, reuse=False).plan(graph, budget, starts=starts)
+        search = Auto(time_limit=self.time_limit, seed=self.seed, gap=self.gap, reuse=False)
+        return search.plan(graph, budget, starts=starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         """Return the plan with the smallest peak that a search from the known plans ``starts`` finds."""

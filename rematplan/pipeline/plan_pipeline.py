@@ -25,7 +25,7 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
-from rematplan.plans.options import PlanOptions, stated_strategy
+from rematplan.plans.options import NOT_IN_STAGES, PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
@@ -79,8 +79,9 @@ def plan_pipeline(
             those with the least simulated makespan within the budget, as ``rematplan pipeline`` chooses them. If
             ``ranks`` is given and a default process group exists, its first process chooses for all, so all must call
             this function.
-        strategy: the planning algorithm, as for `plan_module`. The time limit of ``auto`` is for each rank, and for the
-            cuts. If no plans fit a rank, searches for the smallest budget take up to five times as long.
+        strategy: the planning algorithm, as for `plan_module`, with one lane. Of the options of ``auto`` the search
+            follows ``time_limit``, ``seed`` and ``gap``. The time limit is for each rank, and for the cuts. If no plans
+            fit a rank, searches for the smallest budget take up to five times as long.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
         loss_memory: the peak of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
         loss_fn: the loss that `Pipeline.schedule` will get. Its first argument is the model's output; for a tuple of
@@ -105,8 +106,8 @@ def plan_pipeline(
             needs the largest budget, and the smallest budget found for it. With this budget, plans are found for all of
             ``ranks``.
         UsageError: an unknown schedule, cut or rank, impossible numbers of stages or micro-batches, a batch that cannot
-            be divided evenly, a malformed budget, impossible shards or replicas, a loss without targets, or ``plans``
-            that lack a stage of a rank.
+            be divided evenly, a malformed budget, an option of the strategy that stages cannot follow, impossible
+            shards or replicas, a loss without targets, or ``plans`` that lack a stage of a rank.
         ModelError: the model cannot be divided into stages, or the loss cannot be computed.
     """
     asked = PlanOptions(
@@ -116,6 +117,9 @@ def plan_pipeline(
         loss_memory=loss_memory,
         inverses=inverses,
     )
+    for one in NOT_IN_STAGES:
+        if one.holds(asked):
+            raise UsageError(f"plan_pipeline cannot be combined with {one.name}")
     order = _order(schedule, stages, microbatches, hop)
     budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)

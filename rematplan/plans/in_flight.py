@@ -30,7 +30,7 @@ def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StageP
     searches for each stage."""
     if not isinstance(strategy, Auto):
         return StrategyStages(strategy)
-    return AutoStages(seconds / (QUESTIONS * stages))
+    return AutoStages(seconds / (QUESTIONS * stages), strategy.seed, strategy.gap)
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:

@@ -200,20 +200,25 @@ SPLIT = Condition("split", lambda o: o.split != UNSPLIT)
 SEVERAL = Condition("plan_stage", lambda o: o.several)
 FUSED = Condition("kernels='fused'", lambda o: o.fuses)
 TWO_LANES = Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))
+SAVED = Condition("a saved plan", lambda o: o.saved is not None)
+NOT_IN_STAGES = (
+    TWO_LANES,
+    SAVED,
+    Condition("counted moves of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.counted > 0),
+    Condition("keep_order of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.keep_order),
+)
+"""What the search for plans of a pipeline's rank does not follow: it divides seconds among many small searches."""
 EXCLUDED = (
+    *((SEVERAL, one) for one in NOT_IN_STAGES),
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
-    (SEVERAL, TWO_LANES),
-    (SEVERAL, Condition("a saved plan", lambda o: o.saved is not None)),
+    (SEVERAL, Condition("on_infeasible", lambda o: o.on_infeasible in (LEAST, EAGER))),
     (SEVERAL, SPLIT),
     (FUSED, SEVERAL),
     (FUSED, SPLIT),
     (FUSED, TWO_LANES),
     (FUSED, Condition("inverses", lambda o: o.inverting)),
     (FUSED, Condition("a policy", lambda o: bool(o.policy))),
-    (
-        Condition("split='auto'", lambda o: o.split == AUTO_SPLIT),
-        Condition("a saved plan", lambda o: o.saved is not None),
-    ),
+    (Condition("split='auto'", lambda o: o.split == AUTO_SPLIT), SAVED),
 )
 """Pairs of options that exclude each other."""
 

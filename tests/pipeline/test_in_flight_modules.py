@@ -174,6 +174,13 @@ def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int
         ({"in_flight": 0}, "in_flight must be 1 or more"),
         ({"in_flight": 2, "strategy": rematplan.Auto(two_lanes="on")}, "cannot be combined with two lanes"),
         ({"in_flight": 2, "strategy": rematplan.SavedPlan("x.json")}, "cannot be combined with a saved plan"),
+        ({"in_flight": 2, "strategy": Auto(moves=10)}, "cannot be combined with counted moves of auto"),
+        (
+            {"deferred": 1, "strategy": Auto(deterministic=True)},
+            "cannot be combined with counted moves of auto",
+        ),
+        ({"in_flight": 2, "strategy": Auto(keep_order=True)}, "cannot be combined with keep_order of auto"),
+        ({"in_flight": 2, "on_infeasible": "least"}, "cannot be combined with on_infeasible"),
         ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
     ],
 )
@@ -344,6 +351,7 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches(monkeypatch: py
 
 def test_the_searches_of_a_rank_share_the_time_limit() -> None:
     assert stage_planner(Auto(), 3.0, stages=2) == AutoStages(3.0 / (2 * QUESTIONS))
+    assert stage_planner(Auto(seed=3, gap=0.1), QUESTIONS) == AutoStages(1.0, 3, 0.1)
     assert stage_planner(ApproxDP(), 3.0) == StrategyStages(ApproxDP())
 
 
