@@ -94,15 +94,19 @@ class RefusalSearch:
     def cheap(self) -> Plan:
         """Return the plan with the smallest peak found among plans with little overhead. The error `InfeasibleBudget`
         names its peak."""
-        effort = self.effort.like(CHEAP_SHARE, most=SHARES.cheap_seconds)
+        effort = self._brief(SHARES.cheap_seconds)
         order, seed = self.options.keep_order, self.options.seed
         return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)
 
     def above(self) -> list[Plan]:
         """Return plans at peaks up to 1.2 times the smallest found. The error states what they cost."""
-        effort = self.effort.like(CHEAP_SHARE, most=SHARES.rungs_seconds)
+        effort = self._brief(SHARES.rungs_seconds)
         order, seed = self.options.keep_order, self.options.seed
         return rungs_above(self.graph, self.known, effort, least=REFUSED, seed=seed, keep_order=order)
+
+    def _brief(self, seconds: float) -> Effort:
+        most = min(seconds, SHARES.refused_per_op * len(self.graph.ops))
+        return self.effort.like(CHEAP_SHARE, most=most)
 
 
 def _looking(progress: Progress, fraction: float, _text: str) -> None:

@@ -40,6 +40,8 @@ class TimeShares:
     cheap_seconds: float = 1.4
     """If no plan fits, the error also names the smallest peak found at a small overhead. This is the largest number of
     seconds for that search; see `CHEAP_SHARE`."""
+    refused_per_op: float = 0.004
+    """The seconds for each op that these two searches may take at most: small problems converge in a fraction."""
     eviction: float = 0.1
     """The share for simulations of eviction, which are used if no other plan fits the budget yet."""
     bound: float = 0.75

@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within
+from rematplan.plans.budgets import Budget, parse_budget, plan_within
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
 from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.step_problems import StepProblems
@@ -23,6 +25,8 @@ PARTS = (2, 4, 8, 16)
 """The numbers of parts that ``auto`` tries."""
 TRIAL = 0.05
 """The share of the time limit for the trial of one choice of splits."""
+TRIAL_PER_OP = 0.01
+"""The seconds for each op that a search for the smallest peak with one choice may take at most."""
 LARGE = 0.1
 """Regions of one kind that save less than this share of what all save are not split together with others."""
 SplitKind: TypeAlias = tuple[SplitRegion, ...]
@@ -154,18 +158,25 @@ class _Trial:
     def outcome(self, choice: SplitChoice) -> tuple[bool, float]:
         """Return, to be minimised, whether no plan fits, and the plan's time; or, if none fits or the budget is
         lean, its peak."""
-        graph, asked = self.problem(choice), self.problems.options
-        auto = replace(
-            asked.strategy if isinstance(asked.strategy, Auto) else Auto(),
-            time_limit=TRIAL * asked.time_limit,
-        )
-        amount = fixed_bytes(self.budget)
+        graph, amount = self.problem(choice), fixed_bytes(self.budget)
+        if amount is None:
+            return False, self.smallest_peak(choice)
         try:
-            if amount is not None:
-                return False, plan_within(auto, graph, amount).estimate.cost
+            return False, plan_within(self._auto, graph, amount).estimate.cost
         except InfeasibleBudget as error:
             return True, error.smallest
-        return False, least_plan(auto, graph, kind=self.budget.kind).peak
+
+    def smallest_peak(self, choice: SplitChoice) -> int:
+        """Return the smallest peak found with these splits, in bytes."""
+        auto, graph = self._auto, self.problem(choice)
+        effort = Effort(min(auto.time_limit, TRIAL_PER_OP * len(graph.ops)), auto.counted)
+        return search_smallest_peak(graph, effort, keep_order=auto.keep_order, seed=auto.seed)[0].peak
+
+    @property
+    def _auto(self) -> Auto:
+        asked = self.problems.options
+        auto = asked.strategy if isinstance(asked.strategy, Auto) else Auto()
+        return replace(auto, time_limit=TRIAL * asked.time_limit)
 
 
 def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | None:
@@ -177,4 +188,4 @@ def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | No
     if not any(bound in region.calls for region in regions):
         return None
     *_, least = _splits_of_what_binds(trial, kinds_of(step, splittable(step, regions)))
-    return int(trial.outcome(least)[1]) if least else None
+    return trial.smallest_peak(least) if least else None

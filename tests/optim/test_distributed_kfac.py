@@ -46,7 +46,7 @@ def interpreted(command: list[str]) -> subprocess.Popen[str]:
         (4, ["unequal", "two_workers", "all_workers", "data_parallel", "sharded", "counted", "bounded"]),
     ],
 )
-def test_fifty_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:
+def test_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:
     ranks = run_scripts(commands(size, tmp_path, *checks), tmp_path)
     for one in ranks:
         assert one.status == 0, one.err

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 
-STEPS = 50
+STEPS = 20
 BUDGETS = ("99%", "min")
 """Of each process."""
 

@@ -19,7 +19,7 @@ from rematplan.runtime.execute.compile import compile_halves
 WORKER = Path(__file__).parent / "collective_worker.py"
 
 
-def test_fifty_steps_with_other_budgets_are_equal_and_communicate_in_one_order(tmp_path: Path) -> None:
+def test_steps_with_other_budgets_are_equal_and_communicate_in_one_order(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(rank), str(tmp_path / "rendezvous")],

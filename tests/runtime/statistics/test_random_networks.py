@@ -28,7 +28,7 @@ from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
-PROFILE = settings(max_examples=8, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=5, deadline=None, derandomize=True)
 ACTIVATIONS = (nn.Tanh, nn.GELU, nn.Sigmoid)
 
 
