@@ -3,7 +3,7 @@ plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -16,7 +16,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.options import EAGER_KERNELS, PlanOptions, stated_strategy
+from rematplan.plans.options import EAGER_KERNELS, UNSPLIT, PlanOptions, stated_splits, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.read_fx import fixed_size, read_flat_joint_graph
 from rematplan.runtime.execute.fx_graphs import plan_graphs
@@ -83,8 +83,8 @@ class PlanningBackend:
                     "for each size"
                 )
             try:
-                if self.planner.options.fuses:
-                    raise NotSymbolic("fused kernels are those of one size")
+                if self.planner.options.rewrites:
+                    raise NotSymbolic("fused kernels and splits along rows are those of one size")
                 return SymbolicGraph(self, module, inputs)
             except NotSymbolic as error:
                 self.reasons[str(error)] = None
@@ -209,6 +209,7 @@ def backend(
     dynamic_shapes: bool | None = None,
     compiler: str = "eager",
     kernels: str = EAGER_KERNELS,
+    split: str | Mapping[str, int] = UNSPLIT,
     loss_memory: str | int | None = None,
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
@@ -226,7 +227,7 @@ def backend(
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
     reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
     convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler ``eager``, which
-    then calls fused kernels; they are those of one size, so each size is compiled.
+    then calls fused kernels; they are those of one size, so each size is compiled. So are graphs with ``split``.
 
     With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo passes
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are
@@ -255,6 +256,7 @@ def backend(
         reserved=Reserved.of(reserved),
         on_infeasible=on_infeasible,
         kernels=kernels,
+        split=stated_splits(split),
     )
     if compiler not in COMPILERS:
         raise UsageError(f"unknown compiler {compiler!r}; known: {', '.join(COMPILERS)}")

@@ -177,9 +177,14 @@ class PlanOptions:
         return self.kernels == FUSED_KERNELS
 
     @property
+    def rewrites(self) -> bool:
+        """Whether ops of a step are split or fused, which is done anew for each size."""
+        return self.split != UNSPLIT or self.fuses
+
+    @property
     def rounds(self) -> bool:
         """Whether results may differ from those of eager mode by rounding."""
-        return self.inverting or self.split != UNSPLIT or self.fuses
+        return self.inverting or self.rewrites
 
     @property
     def max_inversion_error(self) -> float | None:

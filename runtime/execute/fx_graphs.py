@@ -78,7 +78,7 @@ class _GraphEmitter(Emitter):
     def placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
         """Add an input to the graph and return its node. ``name``: the value's name. ``fake``: a fake tensor like the
         value."""
-        node = self.graph.placeholder(name)
+        node = self._input(name)
         node.meta["val"] = fake
         self.first = self.first or node
         self._set(name, node)
@@ -153,10 +153,18 @@ class _GraphEmitter(Emitter):
         ``name``: its name."""
         assert self.before is not None
         with self.graph.inserting_before(self.first):
-            node = self.graph.placeholder(name)
+            node = self._input(name)
         node.meta["val"] = self.before.nodes[name].meta["val"]
         self.saved[name] = None
         self._set(name, node)
+
+    def _input(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        if (
+            not name.isidentifier()
+        ):  # as of a part of a split op; the generated code names its arguments by targets
+            node.target = node.name
+        return node
 
     def _set(self, name: str, node: fx.Node) -> None:
         self.nodes[name] = node

@@ -17,6 +17,7 @@ from rematplan.module.captures import capture_call
 from rematplan.module.planning import runner_of
 from rematplan.plans.options import PlanOptions, stated_splits
 from rematplan.plans.planner import Planner
+from rematplan.runtime.costs.measure import peak_above_entry
 
 QUICK = rematplan.Anneal(moves=3000)
 
@@ -115,6 +116,25 @@ def test_in_place(model: Head, tokens: Tensor) -> None:
     rematplan.remove(model)
     assert torch.equal(got["loss"], expected["loss"])
     assert torch.equal(got["token.weight"], expected["token.weight"])
+
+
+def test_the_backend_of_torch_compile_splits(model: Head, tokens: Tensor) -> None:
+    torch._dynamo.reset()
+    asked: dict[str, Any] = {"budget": "min", "costs": "roofline", "strategy": QUICK}
+    whole, parts = rematplan.backend(**asked), rematplan.backend(**asked, split={"head": 8})
+    for batch in (tokens, tokens[:3, :77]):
+        expected = gradients(model, model, batch)
+        for backend in (whole, parts):
+            got = gradients(model, torch.compile(model, backend=backend), batch)
+            assert torch.equal(got["loss"], expected["loss"])
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert len(whole.plans) == len(parts.plans) == 2
+    assert all(one.peak < 0.75 * other.peak for one, other in zip(parts.plans, whole.plans, strict=True))
+    compiled = torch.compile(model, backend=parts)
+    model.zero_grad(set_to_none=True)
+    resident = sum(p.nbytes for p in model.parameters()) + tokens.nbytes
+    peak, _ = peak_above_entry(lambda: compiled(tokens).backward(), torch.device("cpu"))
+    assert resident + peak <= parts.plans[0].peak
 
 
 @pytest.mark.parametrize("stated", ["on", {}, {"head": 1}, {"head": 2.0}, {3: 4}, None, 8])
