@@ -443,7 +443,7 @@ class _Placeholder(torch.autograd.Function):
 
 def _unsuitable(found: Found) -> str:
     """Return why a module is not planned although it can be captured; an empty text if it is."""
-    if found.guard.decided.entries:
+    if found.guard.decided.may_change:
         return "it decides by values or draws, and each outcome needs a capture"
     few = sum(not call.is_view and not call.backward for call in found.step.calls) < FEW
     return TOO_SMALL if few else ""

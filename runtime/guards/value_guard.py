@@ -73,6 +73,12 @@ class ValueGuard:
     assumed: tuple[bool, ...] = ()
     """The outcomes that the trace assumed of the forward's tests for infinite and NaN values. The step checks them."""
 
+    @property
+    def may_change(self) -> bool:
+        """Whether another call may decide otherwise: a result depends on a tensor, or on drawn numbers. (That a draw
+        from 0 to 1 is below 0 is known to be false.)"""
+        return bool(self.sources) or any(entry.draws is not None for entry in self.entries)
+
     def assumes(self, outcomes: tuple[bool, ...]) -> bool:
         """Return whether the trace assumed these outcomes of the first tests for infinite and NaN values."""
         return self.assumed[: len(outcomes)] == outcomes

@@ -426,6 +426,34 @@ def test_a_forward_that_reads_an_iterator_is_refused_and_leaves_it() -> None:
     assert next(model.scales) == 1.0
 
 
+class Undropped(Matching):
+    """Draws for layers that are left out, but with a probability of 0, inside of a part."""
+
+    class Body(Base):
+        dropped = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            for block in self.blocks:
+                if not torch.rand([]) < self.dropped:
+                    x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Body()
+
+    def body(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return found
+
+
+def test_a_part_may_decide_by_draws_whose_outcome_is_known() -> None:
+    model, plain = made(Undropped)
+    in_parts(model, "1MiB")
+    same_steps(model, plain, 3)
+    assert {name for name, _ in planned(model).rehearsed.calls} == {"inner"}
+
+
 class Cache:
     """What layers have computed, as a list in an object."""
 
