@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from rematplan.ir import UsageError
+from rematplan.ir import ModelError, UsageError
 from rematplan.module.planning import IN_PLACE, HasRunner
 
 
@@ -30,6 +30,16 @@ def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str,
         found.update(dict.fromkeys(matching))
     inner = {name for name in found if any(name.startswith(f"{outer}.") for outer in found)}
     return tuple(name for name in names if name in found and name not in inner)
+
+
+def modules_of_names(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules of these names; `ModelError` if the model has one of them no longer."""
+    every, found = dict(model.named_modules()), dict[str, nn.Module]()
+    for name in names:
+        if name not in every:
+            raise ModelError(f"this {type(model).__name__} has no module {name} any longer; plan it again")
+        found[name] = every[name]
+    return found
 
 
 def modules_to_try(model: nn.Module) -> dict[str, nn.Module]:

@@ -31,18 +31,14 @@ from rematplan.runtime.graph.warn import warn
 SMALL = 1 / 64
 """The share of the bytes of all arguments below which the sizes of one are not compared."""
 
-MIXED = (
-    "it uses an input or a parameter several times that is used elsewhere, too, so its gradients would be summed in "
-    "another order"
-)
-
 
 class Division:
     """One division of the budget among parts, with the runners of the parts."""
 
     def __init__(self, model: nn.Module, plan: CommonPlan, options: PlanOptions) -> None:
         self.plan = plan
-        self.runners: dict[nn.Module, Runner] = {}
+        self.runners: dict[str, Runner] = {}
+        """By the name of a part."""
         calls: dict[str, dict[EqualParts, None]] = {}
         for name, group in plan.rehearsed.calls:
             calls.setdefault(name, {})[group] = None
@@ -53,7 +49,7 @@ class Division:
             planner = PartPlanner(
                 of_part(options), named=named, parts=tuple(plan.parts[one] for one in groups)
             )
-            runner = self.runners[module] = Runner(name, planner, ShapeOptions())
+            runner = self.runners[name] = Runner(name, planner, ShapeOptions())
             runner.captures = captures.setdefault((first.function, first.state), runner.captures)
             ready = (*runner.captures.ready, *(one.capture for one in groups))
             runner.captures.ready = tuple(dict.fromkeys(ready))
@@ -63,11 +59,18 @@ class PlannedParts:
     """Runs the training steps of one model, whose parts are planned under one budget."""
 
     def __init__(
-        self, planner: Planner, parts: Mapping[str, nn.Module], error: ModelError | None = None
+        self,
+        planner: Planner,
+        find: Callable[[nn.Module], Mapping[str, nn.Module]],
+        error: ModelError | None = None,
     ) -> None:
-        #: ``error``: why the whole model cannot be captured, so that those parts are planned that can be; None
-        #: if the user stated the parts.
-        self.planner, self.parts, self.error = planner, parts, error
+        #: ``find``: returns the modules of the model that may be parts, by name. ``error``: why the whole model cannot
+        #: be captured, so that those parts are planned that can be; None if the user stated the parts.
+        self.planner, self.find, self.error = planner, find, error
+        self.parts: Mapping[str, nn.Module] = {}
+        """The modules that may be parts, as found for the latest rehearsal."""
+        self.unfit: dict[str, str] = {}
+        """By the name of a module that can be captured, but is no part, why."""
         self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
         """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
         if another rehearsal is needed, since a module has run that did not run in this one."""
@@ -80,7 +83,7 @@ class PlannedParts:
 
     def of(self, planner: Planner) -> PlannedParts:
         """Return what runs the same parts, for another budget, without rehearsals and plans."""
-        return PlannedParts(planner, self.parts, self.error)
+        return PlannedParts(planner, self.find, self.error)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a training call of the model."""
@@ -88,32 +91,34 @@ class PlannedParts:
         assert self.last
         model, ran = original.model, Counter[str]()
         names = dict.fromkeys(name for name, _ in self.last.plan.rehearsed.calls)
-        planned = {name: self.last.runners.get(model.get_submodule(name)) for name in names}
+        planned = {name: self.last.runners.get(name) for name in names}
         every = {**dict.fromkeys(self._new(self.last.plan.rehearsed)), **planned}
+        modules = dict(model.named_modules())
         patches = {
-            part: partial(self._run, runner, Original(part, part.forward), partial(ran.update, (name,)))
+            part: partial(self._run, runner, name, Original(part, part.forward), ran)
             for name, runner in every.items()
-            for part in (model.get_submodule(name),)
+            if (part := modules.get(name)) is not None
         }
         with Patches(patches):
             try:
                 return original.plain(args, kwargs)
             finally:
-                self._learn(ran)
+                self._learn(modules, ran)
 
     def _run(
         self,
         runner: Runner | None,
+        name: str,
         original: Original,
-        began: Callable[[], object],
+        ran: Counter[str],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module by ``runner``, its plans, if any. With gradients, call ``began``; a part that fails runs
+        """Run a module by ``runner``, its plans, if any. With gradients, count it in ``ran``; a part that fails runs
         without a plan, unless stated."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
-        began()
+        ran[name] += 1
         if runner is not None:
             try:
                 return runner(original, args, kwargs)
@@ -121,7 +126,7 @@ class PlannedParts:
                 if self.error is None:  # the user stated the parts
                     raise
                 assert self.last
-                self.last.runners.pop(original.model)
+                self.last.runners.pop(name)
                 warn(f"{why}; it runs without a plan from now on, and steps may exceed the budget")
         return original.plain(args, kwargs)
 
@@ -131,7 +136,7 @@ class PlannedParts:
         known = {*called, *rehearsed.refused, *self._told}
         return [name for name in self.parts if name not in known and not inside(name, called)]
 
-    def _learn(self, ran: Counter[str]) -> None:
+    def _learn(self, modules: Mapping[str, nn.Module], ran: Counter[str]) -> None:
         """Expect, with a warning, what ran more often than in the rehearsal. ``ran``: how often each part has run."""
         assert self.last
         rehearsed = self.last.plan.rehearsed
@@ -148,7 +153,7 @@ class PlannedParts:
         self._told.update(more)
         groups = dict(rehearsed.calls)
         calls = [(one, groups[one]) for one in more.elements() if one in groups]
-        grown = rehearsed.with_calls(calls, repeated_bytes(self.parts, [*expected, *more.elements()]))
+        grown = rehearsed.with_calls(calls, repeated_bytes(modules, [*expected, *more.elements()]))
         is_new = any(one not in groups for one in more)
         for sums in (False, True):
             self._divisions.pop((rehearsed, sums), None)
@@ -177,22 +182,28 @@ class PlannedParts:
         return self.last.plan
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        model, mixed = original.model, dict[str, str]()
+        model, unfit = original.model, self.unfit
+        self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
         try:
-            found = Rehearsal(model, self.parts, stated=self.error is None).run(original, args, kwargs)
-            while found.mixed:
+            while True:
+                rehearsal = Rehearsal(model, self.parts, stated=self.error is None)
+                try:
+                    found = rehearsal.run(original, args, kwargs)
+                except Exception:  # a placeholder has no second derivatives
+                    if not rehearsal.unfit:
+                        raise
+                if not rehearsal.unfit:
+                    break
+                name, why = next(iter(rehearsal.unfit.items()))
                 if self.error is None:
-                    raise ModelError(
-                        f"{min(found.mixed)}: {MIXED}; plan the modules inside of it, or around it"
-                    )
-                self.parts = {name: part for name, part in self.parts.items() if name not in found.mixed}
-                mixed |= dict.fromkeys(sorted(found.mixed), MIXED)
-                found = Rehearsal(model, self.parts, stated=False).run(original, args, kwargs)
+                    raise ModelError(f"{name}: {why}; plan the modules inside of it, or around it")
+                self.parts = {name: part for name, part in self.parts.items() if name not in rehearsal.unfit}
+                unfit |= rehearsal.unfit
         except Exception as other:  # any exception of the user's model, or a part that has no placeholder
             if self.error is None or isinstance(other, RematplanError):
                 raise
             raise ModelError(f"{self.error}; nor in parts: {first_line(other)}") from other
-        found = replace(found, refused={**mixed, **found.refused})
+        found = replace(found, refused={**unfit, **found.refused})
         if found.calls:
             return found
         if self.error is None:

@@ -22,6 +22,7 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
+from rematplan.parts.left_tensors import left_tensors
 from rematplan.parts.live_bytes import LiveBytes
 from rematplan.parts.patched import Patches
 from rematplan.runtime import guards
@@ -53,6 +54,11 @@ TOO_SMALL, IS_EQUAL, UNTRAINED = (
     "it equals a module that is not planned",
     "it trains nothing in this step",
 )
+MIXED = (
+    "it uses an input or a parameter several times that is used elsewhere, too, so its gradients would be summed in "
+    "another order"
+)
+TWICE = "its backward is differentiated again"
 PLACES = (ResultTensor, ArgumentLeaf, ModuleTensor)
 """What stands for a tensor among the results of a captured forward."""
 UNKNOWN = 2
@@ -145,10 +151,6 @@ class Rehearsed:
     """The outputs of the model, without their data, from which a loss outside of the model is computed."""
     refused: Mapping[str, str]
     """By the name of a module that is not planned, why."""
-    mixed: frozenset[str]
-    """The names of parts with an input or a parameter that they use several times and that is used elsewhere, or in
-    another call, too. Autograd adds the gradients of all uses one by one; a plan would add those inside of the part
-    first, with other rounding errors."""
 
     @property
     def told(self) -> Mapping[str, str]:
@@ -198,6 +200,8 @@ class Rehearsal:
         self._events: list[Event] = []
         self._refused: dict[str, str] = {}
         self._failed: set[Hashable] = set()
+        self.unfit: dict[str, str] = {}
+        """By the name of a part that cannot be planned in this step, although it is captured, why."""
         self._live = LiveBytes(())
         self._anchors: list[torch.Tensor] = []
         self._nodes: dict[Any, tuple[str, frozenset[int]]] = {}
@@ -235,7 +239,9 @@ class Rehearsal:
             outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
             trained = [one for one in outputs if one.requires_grad]
             losses = [one for one in trained if one.numel() == 1]
-            mixed = self._mixed(losses or trained)
+            # A loss outside of the model may use these tensors in addition to the uses inside of it.
+            read = [*([] if losses else trained), *left_tensors(self._nodes.keys() - {None}, outputs)]
+            self.unfit |= dict.fromkeys(sorted(self._mixed(losses or trained, read)), MIXED)
             factor = (
                 1
                 if self._backward(losses or trained, tensors_in(flattened_call(given, named)[0]))
@@ -257,17 +263,22 @@ class Rehearsal:
             repeated_bytes(self.parts, (name for name, _ in self._calls)),
             unread,
             dict(self._refused),
-            mixed,
         ).with_calls(self._uncalled())
 
     def _event(self, kind: Literal["F", "B"], call: int) -> None:
+        if kind == "B" and torch.is_grad_enabled():
+            self.unfit[self._calls[call][0]] = TWICE
         self._events.append(Event(kind, call, self._live.peak_since(), self._live.live))
 
-    def _mixed(self, outputs: Sequence[torch.Tensor]) -> frozenset[str]:
-        """Return the parts, for `Rehearsed.mixed`, with an input or weight that they use several times and that is
-        used elsewhere, too."""
-        todo = [one.grad_fn for one in outputs]
-        seen, uses = set(todo), Counter[Any]()
+    def _mixed(self, outputs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Return the parts with an input or a parameter that they use several times and that is used elsewhere, or in
+        another call, too. ``read``: tensors that are also used outside of the model.
+
+        Autograd adds the gradients of all uses one by one; a plan would add those inside of the part first, with other
+        rounding errors.
+        """
+        todo = [one.grad_fn for one in (*outputs, *read)]
+        seen, uses = set(todo), Counter[Any]((one.grad_fn, one.output_nr) for one in read)
         while todo:
             node = todo.pop()
             edges = [edge for edge in node.next_functions if edge[0] is not None] if node is not None else []

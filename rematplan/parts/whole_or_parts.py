@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rematplan.module.cached_plans import CachedPlans
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
-from rematplan.parts.find_modules import modules_to_try
+from rematplan.parts.find_modules import modules_of_names, modules_to_try
 from rematplan.parts.planned_parts import PlannedParts
 from rematplan.plans.options import UNSPLIT
 from rematplan.plans.planner import Planner
@@ -150,9 +151,8 @@ class WholeOrParts(Runner):
                 f"FSDP2 gathers the weights of {named} one by one, so this {type(model).__name__} has no common "
                 f"plan; plan each of these modules: rematplan.apply(model.get_submodule({sharded[0]!r}), budget=...)"
             )
-        names = self.modules
-        found = {n: model.get_submodule(n) for n in names} if names else modules_to_try(model)
-        return PlannedParts(self.planner, found, error)
+        find = partial(modules_of_names, names=self.modules) if self.modules else modules_to_try
+        return PlannedParts(self.planner, find, error)
 
     def _prepare_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make the plans for a call. Return whether they are the first, of which one line tells."""

@@ -117,6 +117,33 @@ class Skips(Base):
         return self.blocks[2](self.blocks[1](kept)) + kept
 
 
+class Features(Skips):
+    """Features that a loss outside reads; how the forward hands them over."""
+
+    how = "results"
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        np.random.uniform()
+        first = torch.tanh(self.blocks[0](x))
+        found = self.head(self.blocks[2](self.blocks[1](first)))
+        if self.how == "an attribute":
+            self.features = [first]
+        elif self.how == "a variable":
+            HELD["mean"] = first.mean()
+        return (found, first) if self.how == "results" else found
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        found = self(x, labels)
+        logits, first = found if self.how == "results" else (found, None)
+        if self.how == "an attribute":
+            first = self.features.pop()
+        more: Tensor = HELD.pop("mean") if first is None else first.square().mean()
+        return functional.cross_entropy(logits, labels) + more
+
+
+HELD: dict[str, Tensor] = {}
+
+
 class Tied(nn.Module):
     """A block that uses a weight twice."""
 
@@ -210,11 +237,11 @@ def same_steps(
             optimizer.step()
 
 
-def measured(model: nn.Module, at: int) -> int:
+def measured(model: nn.Module, at: int, rows: int = ROWS) -> int:
     """The peak of a step, parameters and batch included."""
     seeded(at)
     model.zero_grad()
-    given = batch(at)
+    given = batch(at, rows)
     peak, _ = peak_above_entry(lambda: run(model, *given), CPU)
     return peak + sum(t.nbytes for t in (*model.parameters(), *given))
 
@@ -533,6 +560,77 @@ def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[B
         run(named, *batch(0))
 
 
+@pytest.mark.parametrize("how", ["results", "an attribute", "a variable"])
+def test_a_module_whose_input_a_loss_outside_reads_too_is_no_part(how: str) -> None:
+    model, plain = made(Features)
+    in_parts(model, "1MiB")
+    for one in (model, plain):
+        one.how = how
+        for at in range(3):
+            seeded(at)
+            one.loss(*batch(at)).backward()
+    assert HELD == {}
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
+    assert {name for name, _ in planned(model).rehearsed.calls} >= {"blocks.0", "blocks.2"}
+    assert "; not planned: blocks.1 (it uses an input or a parameter several times" in planned(model).text()
+
+
+class Penalising(Base):
+    """Differentiates the backward of its first blocks, and of all if ``whole``."""
+
+    whole = False
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        x = x.clone().requires_grad_()
+        made = super().body(x) if self.whole else self.blocks[1](self.blocks[0](x))
+        (slope,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        made = made + slope + again
+        return made if self.whole else self.blocks[3](self.blocks[2](made))
+
+
+def test_a_module_whose_backward_is_differentiated_is_no_part() -> None:
+    model, plain = made(Penalising)
+    in_parts(model, "8MiB")
+    same_steps(model, plain, 3)
+    assert {name for name, _ in planned(model).rehearsed.calls} == {"blocks.2", "blocks.3"}
+    assert "; not planned: blocks.1 (its backward is differentiated again)" in planned(model).text()
+    whole = Penalising()
+    whole.whole = True
+    with pytest.raises(ModelError, match="no part of it can be planned"):
+        run(in_parts(whole, "8MiB"), *batch(0))
+
+
+def test_modules_may_be_exchanged_between_steps() -> None:
+    model, plain = made(Matching)
+    in_parts(model, "2MiB")
+    same_steps(model, plain, 2)
+    torch.manual_seed(1)
+    fresh, other = Block(), nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH))
+    for changed in (fresh, other, None):
+        for one in (model, plain):
+            if changed is None:
+                one.blocks = nn.ModuleList([one.blocks[2], one.blocks[0]])
+            else:
+                one.blocks[1] = copy.deepcopy(changed)
+        same_steps(model, plain, 2)
+        assert len(rematplan.planning(model).plans) >= len(model.blocks)
+    for one in (model, plain):
+        one.blocks.append(copy.deepcopy(fresh))
+    same_steps(model, plain, 1)
+    for one in (model, plain):
+        del one.blocks[2]
+    same_steps(model, plain, 1)
+    named, _ = made(Base)
+    in_parts(named, "2MiB", modules="blocks.3")
+    run(named, *batch(0))
+    del named.blocks[3]
+    with pytest.raises(ModelError, match=r"has no module blocks\.3 any longer"):
+        run(named, *batch(0))
+
+
 def test_named_modules_are_planned() -> None:
     model, plain = made(Base)
     in_parts(model, "95%", modules=["blocks.[1-3]", "head"])
@@ -549,6 +647,14 @@ def test_smaller_and_larger_batches() -> None:
     model, plain = made(Dropping)
     in_parts(model, "1MiB")
     same_steps(model, plain, 8, lambda at: ROWS + 16 * (at % 4) - 20)
+
+
+@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
+def test_batches_of_any_size_stay_within_the_budget(plan: Any) -> None:
+    model = plan(made(Dropping)[0], "1MiB")
+    sizes = [ROWS, ROWS - 7, 40, ROWS + 16, ROWS + 9, ROWS]
+    peaks = [measured(model, at, rows) for _ in range(2) for at, rows in enumerate(sizes)]
+    assert max(peaks[len(sizes) :]) <= 1 << 20
 
 
 def test_gradients_are_summed_over_several_backwards() -> None:
