@@ -237,10 +237,12 @@ class Rehearsal:
             with self._patches:
                 results = original.forward(*given, **named)
             outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
-            trained = [one for one in outputs if one.requires_grad]
+            left = left_tensors(self._nodes.keys() - {None}, outputs)
+            # A result may be an object that pytrees do not open, or the loss may be an attribute.
+            trained = [one for one in outputs if one.requires_grad] or left
             losses = [one for one in trained if one.numel() == 1]
             # A loss outside of the model may use these tensors in addition to the uses inside of it.
-            read = [*([] if losses else trained), *left_tensors(self._nodes.keys() - {None}, outputs)]
+            read = [*([] if losses else trained), *left]
             self.unfit |= dict.fromkeys(sorted(self._mixed(losses or trained, read)), MIXED)
             factor = (
                 1

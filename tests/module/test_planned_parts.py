@@ -144,6 +144,20 @@ class Features(Skips):
 HELD: dict[str, Tensor] = {}
 
 
+class Result:
+    """An object that pytrees do not open."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Objects(Matching):
+    """Returns its loss in an object."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return Result(super().forward(x, labels))
+
+
 class Tied(nn.Module):
     """A block that uses a weight twice."""
 
@@ -558,6 +572,22 @@ def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[B
     in_parts(named, "1MiB", modules="blocks.1")
     with pytest.raises(ModelError, match="uses an input or a parameter several times"):
         run(named, *batch(0))
+
+
+def test_a_loss_in_an_object_is_found() -> None:
+    model, plain = made(Objects)
+    in_parts(model, "2MiB")
+    for at in range(3):
+        for one in (model, plain):
+            seeded(at)
+            one.zero_grad()
+            one(*batch(at)).loss.backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    found = planned(model).rehearsed
+    kinds = "".join(event.kind for event in found.events)
+    assert kinds == "FFFFBBBB"
+    assert len({event.during for event in found.events if event.kind == "B"}) > 1  # measured
 
 
 @pytest.mark.parametrize("how", ["results", "an attribute", "a variable"])
