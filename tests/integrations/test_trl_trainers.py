@@ -14,9 +14,10 @@ datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from rematplan.integrations.transformers import RematplanCallback  # noqa: E402
+from rematplan.integrations import transformers as budgets  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS = 20
 WORDS = [f"w{at}" for at in range(60)]
 
 
@@ -75,10 +76,23 @@ def preferring(folder: Path, callbacks: list[Any], settings: dict[str, Any]) -> 
     )
 
 
+@pytest.mark.parametrize("spelling", ["", "activation_checkpointing", "gradient_checkpointing"])
 @pytest.mark.parametrize("make", [supervised, preferring])
-def test_losses_and_weights_are_those_without_a_budget(make: Any, tmp_path: Path) -> None:
+def test_losses_and_weights_are_those_without_a_budget(
+    make: Any, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``spelling``: of the arguments that have the budget; empty for a callback."""
+    for name in budgets.ENABLING:
+        monkeypatch.setattr(
+            transformers.PreTrainedModel,
+            name,
+            getattr(transformers.PreTrainedModel, name, None),
+            raising=False,
+        )
+    monkeypatch.setattr(budgets.trainer, "DEFAULT_CALLBACKS", list(budgets.trainer.DEFAULT_CALLBACKS))
+    budgets.enable()
     settings = {
-        "max_steps": 6,
+        "max_steps": STEPS,
         "per_device_train_batch_size": 4,
         "logging_steps": 1,
         "report_to": [],
@@ -87,16 +101,19 @@ def test_losses_and_weights_are_those_without_a_budget(make: Any, tmp_path: Path
         "bf16": False,
         "disable_tqdm": True,
     }
+    without = {"activation_checkpointing": False}
     quick = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
-    plain = make(tmp_path, [], settings)
-    planned = make(tmp_path, [RematplanCallback("80% of activations", **quick)], settings)
+    callbacks = [] if spelling else [budgets.RematplanCallback("85%", **quick)]
+    stated = {spelling: True, f"{spelling}_kwargs": {"budget": "85%", **quick}} if spelling else without
+    plain = make(tmp_path, [], settings | without)
+    planned = make(tmp_path, callbacks, settings | stated)
     for one in (plain, planned):
         one.train()
     losses = [
         [(log["loss"], log["grad_norm"]) for log in one.state.log_history if "loss" in log]
         for one in (plain, planned)
     ]
-    assert len(losses[0]) == settings["max_steps"]
+    assert len(losses[0]) == STEPS
     assert losses[0] == losses[1]
     assert all(map(torch.equal, planned.model.state_dict().values(), plain.model.state_dict().values()))
-    assert rematplan.planning(planned.model).plan.estimate.reruns > 0
+    assert any(plan.estimate.reruns for plan in rematplan.planning(planned.model).plans)
