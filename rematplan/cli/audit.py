@@ -57,7 +57,7 @@ def _given(name: str, function: Any) -> dict[str, Any]:
 
     try:
         made = function()
-    except Exception as error:  # of any kind, in the user's code
+    except (Exception, SystemExit) as error:  # of any kind, in the user's code
         raise UsageError(f"{name} fails: {type(error).__name__}: {first_line(error)}") from error
     if isinstance(made, tuple) and len(made) == 2:
         model, inputs = made

@@ -20,7 +20,7 @@ def user_function(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # of any kind, in the user's module
+    except (Exception, SystemExit) as error:  # of any kind, in the user's module
         raise UsageError(
             f"{name}: {type(error).__name__}: {first_line(error)}; write package.module:function"
         ) from error

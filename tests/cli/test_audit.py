@@ -41,6 +41,10 @@ def fails():
     raise ValueError("no weights here")
 
 
+def ends():
+    raise SystemExit(3)
+
+
 def odd():
     return Net(True)
 
@@ -53,6 +57,7 @@ def does_not_run():
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "audited_nets.py").write_text(SOURCE)
+    (tmp_path / "ends_when_loaded.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
@@ -96,6 +101,8 @@ def test_a_dictionary_of_arguments(call: Callable[..., Any]) -> None:
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("audited_nets:torch", "is not a function"),
         ("audited_nets:fails", "ValueError: no weights here"),
+        ("audited_nets:ends", "SystemExit: 3"),
+        ("ends_when_loaded:f", "SystemExit: 0"),
         ("audited_nets:odd", "must return a pair of the module and its inputs"),
         ("audited_nets:does_not_run", "does not run without its checkpointing"),
     ],
