@@ -262,12 +262,16 @@ def extra_times(all_kept: Sequence[StagePlan], again: Sequence[StagePlan], withi
     ``all_kept``, ``again``: the stages without recomputation and with checkpoints. ``within``: the pipeline whose
     stages follow plans.
     """
-    base = [one.forward + one.backward for one in all_kept]
 
-    def slowest(times: Iterable[float]) -> float:
-        return max(times) / max(base) - 1
+    def times(stages: Sequence[StagePlan]) -> list[float]:
+        return [one.times.total for one in stages]
 
-    theirs, ours = (slowest(s.forward + s.backward for s in stages) for stages in (again, within.stages))
+    base = times(all_kept)
+
+    def slowest(own: Iterable[float]) -> float:
+        return max(own) / max(base) - 1
+
+    theirs, ours = slowest(times(again)), slowest(times(within.stages))
     least = slowest(map(add, base, within.floors))
     ratio = f"{ours / theirs:.2f}" if theirs else "-"
     return f"extra {100 * theirs:.1f} %, plans {100 * ours:.1f} % ({ratio}; floor {100 * least:.1f} %)"
