@@ -28,6 +28,7 @@ from rematplan.models import (
     swin,
     unet,
 )
+from rematplan.runtime.graph.compat import functorch_config
 
 torch.set_num_threads(1)
 gc.disable()  # until all is loaded
@@ -60,6 +61,7 @@ def _settings() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.get_deterministic_debug_mode(),
         torch.get_num_threads(),
+        functorch_config.activation_memory_budget,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
-from rematplan.runtime.graph.compat import TorchDispatchMode, pytree
+from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode, pytree
 
 
 class SameContents(TorchDispatchMode):
@@ -19,6 +19,8 @@ class SameContents(TorchDispatchMode):
 
     A tensor is copied when an op is about to write into it, so a model that writes nothing costs no memory.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,8 +56,9 @@ class SameContents(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that an op writes, as its schema says."""
-    for at, argument in enumerate(func._schema.arguments):
+    """Yield the storages that an op writes, as its schema says. Ops of higher order, such as `torch.cond`, have no
+    schema; PyTorch lets them write nothing."""
+    for at, argument in enumerate(func._schema.arguments if isinstance(func, OpOverload) else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _storages(args[at] if at < len(args) else kwargs.get(argument.name))
 

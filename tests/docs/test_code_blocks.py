@@ -25,6 +25,7 @@ import pytest
 from rematplan.cli import main
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.runtime.graph.compat import functorch_config
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,12 +67,17 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder to work in, and searches of a third of a second."""
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty folder to work in, searches of a third of a second, and PyTorch's settings restored afterwards."""
     monkeypatch.chdir(tmp_path)
     for kind in (Auto, Anneal):
         defaults = kind.__init__.__defaults__
         monkeypatch.setattr(kind.__init__, "__defaults__", (float(SECONDS), *defaults[1:]))
+    settings = functorch_config.get_config_copy()
+    yield
+    for name, value in settings.items():
+        if getattr(functorch_config, name) != value:
+            setattr(functorch_config, name, value)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

@@ -385,7 +385,7 @@ def test_the_backend_of_torch_compile(model: Net) -> None:
             torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
     del got
     assert len(backend.plans) == 2
-    assert list(backend.reasons) == ["fused kernels are those of one size"]
+    assert list(backend.reasons) == ["fused kernels and splits along rows are those of one size"]
     assert "(fused)" in str(backend.plans[0])
     assert backend.plans[0].estimate.reruns
     model.zero_grad(set_to_none=True)
