@@ -135,8 +135,11 @@ _OF_ONES = (
 UNSURE_OF_ONES = frozenset(map(_op, _OF_ONES))
 """Further ops whose fakes were found to have other strides where a size of 1 makes several strides true, if an argument
 does not have those of a new tensor. The same is true for all pointwise ops."""
-INTERPOLATED = frozenset(_op(name) for name in _NAMES if name.startswith("upsample_"))
-"""Ops whose fakes refuse symbolic sizes. Their third argument is the shape of the result."""
+SHAPED: Mapping[Any, Callable[[Sequence[Any]], Any]] = {
+    **{_op(name): lambda args: args[0].new_empty(args[2]) for name in _NAMES if name.startswith("upsample_")},
+    _op("_ctc_loss_backward.Tensor"): lambda args: args[1].new_empty(args[1].shape),
+}
+"""Ops that have no fakes for symbolic sizes: by op, a function from its arguments to its result without data."""
 WHOLE_STORAGES = frozenset(
     getattr(ATEN, name).default
     for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
@@ -183,9 +186,9 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            if self.symbols and func in INTERPOLATED:
+            if self.symbols and func in SHAPED:
                 with self:
-                    result = args[0].new_empty(args[2])
+                    result = SHAPED[func](args)
             elif func in WHOLE_STORAGES:
                 result = self._dispatch_impl(func, types, args, kwargs)
             else:
