@@ -155,6 +155,10 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     ),
     "all pairs": (lambda: Of(lambda m, x: (x @ x.transpose(-1, -2)).softmax(-1) @ (x * m.w)), sequence),
     "padded": (lambda: Of(lambda m, x: F.pad(x * m.w, (0, 0, 0, -x.shape[1] % 4)).sum(1)), sequence),
+    "padded where transposed": (  # not padded, its copy is transposed, too
+        lambda: Of(lambda m, x: F.pad((x * m.w).mT, (0, -x.shape[1] % 4)).tanh().sum(1)),
+        sequence,
+    ),
     "a part overwritten": (lambda: Of(overwritten), sequence),
     "a length by len": (lambda: Of(lambda m, x: m.w.expand(len(x), -1) * x.sum(1) / len(x)), sequence),
     "shifted in place": (lambda: Of(shifted), sequence),

@@ -135,11 +135,27 @@ _OF_ONES = (
 UNSURE_OF_ONES = frozenset(map(_op, _OF_ONES))
 """Further ops whose fakes were found to have other strides where a size of 1 makes several strides true, if an argument
 does not have those of a new tensor. The same is true for all pointwise ops."""
+
+
+def _cropped(args: Sequence[Any]) -> Any:
+    """Return what `aten::constant_pad_nd` returns if it adds nothing: a clone, which keeps the order of the dimensions
+    in memory; None if it adds something. Its fake for symbolic sizes is always contiguous."""
+    x, pads = args[0], args[1]
+    if any(pad > 0 for pad in pads):
+        return None
+    for at in range(0, len(pads), 2):
+        dim = x.dim() - 1 - at // 2
+        x = x.narrow(dim, -pads[at], x.shape[dim] + pads[at] + pads[at + 1])
+    return x.clone()
+
+
 SHAPED: Mapping[Any, Callable[[Sequence[Any]], Any]] = {
     **{_op(name): lambda args: args[0].new_empty(args[2]) for name in _NAMES if name.startswith("upsample_")},
     _op("_ctc_loss_backward.Tensor"): lambda args: args[1].new_empty(args[1].shape),
+    _op("constant_pad_nd"): _cropped,
 }
-"""Ops that have no fakes for symbolic sizes: by op, a function from its arguments to its result without data."""
+"""Ops that have no fakes, or wrong ones, for symbolic sizes: by op, a function from its arguments to its result without
+data; None if the fake is right."""
 WHOLE_STORAGES = frozenset(
     getattr(ATEN, name).default
     for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
@@ -186,9 +202,12 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
+            result = None
             if self.symbols and func in SHAPED:
                 with self:
                     result = SHAPED[func](args)
+            if result is not None:
+                pass
             elif func in WHOLE_STORAGES:
                 result = self._dispatch_impl(func, types, args, kwargs)
             else:
