@@ -227,7 +227,7 @@ def backend(
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
     reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
     convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler ``eager``, which
-    then calls fused kernels; they are those of one size, so each size is compiled. So are graphs with ``split``.
+    then calls fused kernels; they are those of one size, so each size is compiled, as with ``split``.
 
     With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo passes
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are

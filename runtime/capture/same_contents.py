@@ -56,9 +56,12 @@ class SameContents(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that an op writes, as its schema says. Ops of higher order, such as `torch.cond`, have no
-    schema; PyTorch lets them write nothing."""
-    for at, argument in enumerate(func._schema.arguments if isinstance(func, OpOverload) else ()):
+    """Yield the storages that an op writes, as its schema says. An op of higher order, such as `torch.cond`, has no
+    schema, and may write all its arguments."""
+    if not isinstance(func, OpOverload):
+        yield from _storages((args, kwargs))
+        return
+    for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _storages(args[at] if at < len(args) else kwargs.get(argument.name))
 

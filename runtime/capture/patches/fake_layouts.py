@@ -202,15 +202,10 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            result = None
-            if self.symbols and func in SHAPED:
-                with self:
-                    result = SHAPED[func](args)
-            if result is not None:
-                pass
-            elif func in WHOLE_STORAGES:
+            result = self._shaped(func, args)
+            if result is None and func in WHOLE_STORAGES:
                 result = self._dispatch_impl(func, types, args, kwargs)
-            else:
+            elif result is None:
                 result = super()._cached_dispatch_impl(func, types, args, kwargs)
             if isinstance(result, (tuple, list)) and _makes_new_memory(func):
                 with self:
@@ -246,6 +241,13 @@ class TrueLayouts(FakeTensorMode):
             return pytree.tree_unflatten(
                 [_like_real(f, r, now) for f, r in zip(fakes, leaves, strict=True)], spec
             )
+
+    def _shaped(self, func: Any, args: Sequence[Any]) -> Any:
+        """Return what `SHAPED` says of an op with symbolic sizes; None if it says nothing."""
+        if not self.symbols or func not in SHAPED:
+            return None
+        with self:
+            return SHAPED[func](args)
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any]) -> Any:
         """Run an op on real tensors, once for equal arguments, and return its result without data."""
