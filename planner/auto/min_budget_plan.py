@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing.rungs import rungs_above
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
+from rematplan.planner.auto.rungs import rungs_above
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
@@ -38,6 +38,8 @@ class MinBudgetOptions:
     rungs: float = 0.4
     """The share of the time left then for plans at larger peaks (`rungs_above`). The last search may start from
     them."""
+    per_op: float = 0.05
+    """The largest number of seconds for each op that these plans may take: small problems converge in a fraction."""
 
 
 MIN_BUDGET = MinBudgetOptions()
@@ -79,7 +81,8 @@ def cheapest_near_smallest_peak(
             not keep_order
         ):  # annealing finds no cheap plan from a dear one of the least peak; block plans are cheap
             known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
-        above = effort.part(MIN_BUDGET.rungs * (moves - share.done if moves else effort.left))
+        most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
+        above = effort.part(min(most, MIN_BUDGET.rungs * (moves - share.done if moves else effort.left)))
         known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
         moves -= above.done
         if above.interrupted:

@@ -9,8 +9,8 @@ from functools import partial
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
-from rematplan.planner.annealing.rungs import rungs_above
 from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.rungs import rungs_above
 from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES, SessionOptions
 from rematplan.planner.core.effort import Effort

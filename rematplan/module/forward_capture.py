@@ -138,7 +138,7 @@ class Tracing:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):
                 flat = self._flat(record)
-                step = self._captured(flat, record.values)
+                step = self._captured(flat, record)
 
         forward = self.original.forward
         check_state_returns(self.name, self.model, record.state, forward, args, kwargs, self.fixed)
@@ -146,14 +146,16 @@ class Tracing:
         step = replace(step, attributes=flat.attributes)
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
-    def _captured(self, flat: FlatModel, values: Any) -> CapturedStep:
+    def _captured(self, flat: FlatModel, record: Any) -> CapturedStep:
         """Capture the step; a call without gradients that returns an object with hidden tensors may have some."""
         try:
-            return capture(flat, self.batch, self.name, self.model, values)
+            return capture(flat, self.batch, self.name, self.model, record.values)
         except NoGradients as error:
             if any(hides_tensors(one, called_later=True) for one in flat.constants) or flat.attributes:
                 raise ModelError(str(error)) from None
             raise
+        finally:
+            record.state.undone.clear()  # the forward may run again, to find its own errors
 
     def symbolic(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()

@@ -173,7 +173,7 @@ class FlatModel(nn.Module):
         writes = [one for one in writes if one[1] is not LOST]
         left = self._left((args, kwargs), leaves)
         flat, self.outputs = flattened((results, writes, left))
-        self._state.restore()  # the results may be among it
+        self._state.undo()  # the results may be among it
         tensors_of.restore()
         returned = {id(o) for o in flattened((results, left))[0]}
         outputs = {

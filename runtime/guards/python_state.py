@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -87,6 +87,8 @@ class PythonState:
     settled: set[tuple[int, str]] = field(default_factory=set)
     """Of the guarded names, those that are set to what they were: a list that is made again of the same entries."""
     conditions: list[Any] = field(default_factory=list)
+    undone: set[tuple[int, str]] = field(default_factory=set)
+    """The names that the forward changed, from its end to the next run: hooks of the backward may read them."""
 
     def __post_init__(self) -> None:
         """Copy the state."""
@@ -138,6 +140,7 @@ class PythonState:
     def begin(self) -> None:
         """Prepare for a run of the forward: restore the state, and let numbers that the last run changed be counted."""
         self.restore()
+        self.undone.clear()
         self.uses.clear()
         self.keys.clear()
         self.counting = Counting()
@@ -151,6 +154,20 @@ class PythonState:
                 number = self.counting.number(namespace.before[name], variable)
                 assign(namespace.values, name, number)
 
+    def undo(self) -> None:
+        """Restore the state after a run of the forward. Hooks of its backward may not read what it changed."""
+        self.undone = set(self._changed())
+        self.restore()
+
+    def _changed(self) -> Iterator[tuple[int, str]]:
+        """Yield the names whose values or content differ from before the forward."""
+        contents = {id(one) for one, was in self.contents.values() if not unchanged_content(one, was)}
+        for at, namespace in enumerate(self.namespaces):
+            yield from ((at, name) for name in namespace.changed() if name not in BOOKKEEPING)
+            for name, value in namespace.before.items() if contents else ():
+                if any(id(one) in contents for one in containers_in(value)):
+                    yield at, name
+
     def restore(self) -> None:
         """Restore the state: values of names, and the content of containers, each the same object as before."""
         for namespace in self.namespaces:
@@ -163,6 +180,11 @@ class PythonState:
         """Record a read of an attribute, and return its value, or a counted number if the forward changes it.
         Iterators are refused."""
         kind = type(value)
+        if self.undone and self._at(holder, name) in self.undone:
+            raise ModelError(
+                f"a hook of the backward reads {name}, which the forward changes; let the hook read a variable of "
+                f"the forward instead"
+            )
         if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
             if is_iterator(value):
                 refuse_iterator(name, value)
@@ -186,6 +208,10 @@ class PythonState:
             return self.counting.number(value, self.counted[at, name])
         self.counting.reveal(self.counted[at, name])
         return value
+
+    def _at(self, holder: Any, name: str) -> tuple[int | None, str]:
+        owner = self.reads.owner_of(holder)
+        return (None if owner is None else self.places.get(owner)), name
 
     def _read(self, at: int, owner: Owner, name: str, value: Any) -> str:
         """Return `FRESH` if a container that is read has nothing of its content before the forward, else `READ`."""

@@ -254,6 +254,13 @@ def test_a_module_that_runs_another_one_is_refused(wrap: Callable[[nn.Module], n
         rematplan.apply(wrap(net()), "1GiB")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_a_scripted_submodule_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.ReLU())))
+    with pytest.raises(UsageError, match="the module 1 is scripted"):
+        rematplan.apply(model, "1GiB")
+
+
 def test_a_second_call_of_apply_changes_the_budget() -> None:
     model = planned_in_place(net())
     model(*batch())

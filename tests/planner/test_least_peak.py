@@ -20,6 +20,7 @@ from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
+from rematplan.planner.auto.rungs import rungs_above
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
@@ -151,6 +152,18 @@ def test_the_plan_for_min_is_as_cheap_as_any_within_its_budget():
     graph = dense(2)
     lean = cheapest_near_smallest_peak(graph, moves=20_000, slack=MIN_BUDGET.slack)
     assert lean.estimate.cost == pytest.approx(exhaustive(graph, lean.budget, 10**6).cost)
+
+
+def test_larger_peaks_of_a_tiny_problem_cost_the_optimum_without_annealing():
+    graph = dense(2)
+    effort = Effort(moves=1000)
+    least = find_smallest_peak(graph, effort)
+    made, above = effort.done, rungs_above(graph, [least], effort, least=1.01)
+    assert effort.done == made
+    assert above
+    for plan in above:
+        assert plan.estimate.cost == pytest.approx(exhaustive(graph, plan.peak, 10**6).cost)
+    assert rungs_above(graph, [no_recompute(graph)], effort) == []  # it costs nothing
 
 
 def test_the_least_peak_is_never_above_a_known_plan(problems):

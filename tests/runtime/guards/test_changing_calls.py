@@ -64,7 +64,6 @@ def test_layers_that_are_dropped_by_chance_are_planned_in_parts_and_the_advice_w
     by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     draw, advice = DRAWS[by]
-    torch.manual_seed(0)
     states = random.getstate(), repr(np.random.get_state())
     with caplog.at_level("INFO", "rematplan"):
         made = rematplan.plan_module(LayerDrop(draw), (X,), **SETTINGS)

@@ -460,6 +460,42 @@ def test_state_that_makes_another_graph_in_each_call_is_refused(rule: Callable[.
     assert (state_of(model), model.random.getstate(), repr(model.cycle.__reduce__())) == before
 
 
+class HookReading(nn.Module):
+    """Its backward reads, by a hook, what ``change`` made of the forward's state."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.lin, self.change = nn.Linear(16, 16), change
+        self.scale, self.flag, self.scales = 2.0, True, [2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        y.register_hook(lambda g: g * (self.scale + self.scales[-1]) if self.flag else g)
+        self.change(self)
+        return y
+
+
+def scaled(model: Any) -> None:
+    model.scale *= 0.5
+
+
+def flipped(model: Any) -> None:
+    model.flag = not model.flag
+
+
+def appended(model: Any) -> None:
+    model.scales.append(len(model.scales))
+
+
+@pytest.mark.parametrize("change", [scaled, flipped, appended])
+def test_a_hook_that_reads_what_the_forward_changes_is_refused(change: Callable[[Any], None]) -> None:
+    # A traced backward would read the state from before the forward.
+    with pytest.raises(ModelError, match="a hook of the backward reads"):
+        rematplan.plan_module(HookReading(change), (X,), **SETTINGS)
+    still = HookReading(lambda _: None)
+    equal_after(lambda m: m(X).sum().backward(), rematplan.plan_module(still, (X,), **SETTINGS), still)
+
+
 class Owned(nn.Module):
     """Counts in the module that it is a part of."""
 
