@@ -14,6 +14,7 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
+from rematplan.parts.around_parts import NOTHING, AroundParts
 from rematplan.parts.rehearsal import EqualParts, Rehearsed
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
@@ -163,6 +164,7 @@ def common_plan(
     fixed: int | None = None,
     *,
     accumulating: bool,
+    around: AroundParts = NOTHING,
 ) -> CommonPlan:
     """Plan the parts of a model under one budget; `InfeasibleBudget` if none fits."""
     own = of_part(asked)
@@ -172,15 +174,19 @@ def common_plan(
     for number, group in enumerate(groups):
         planner = Planner(own)
         form, problem = part_problem(group.step, planner, number, calls[group])
+        if (left := around.left.get(group.names[0])) is not None:
+            standing = replace(problem.template.standing, left=left)
+            problem = replace(problem, template=replace(problem.template, standing=standing))
         made[group] = planner, form, problem
     loss = _loss(rehearsed, asked)
     always, stepping = _always(asked, named, accumulating=accumulating)
     stages = [problem for _, _, problem in made.values()]
     charged = stages[0].template.adding(
-        states=always + rehearsed.repeated, ending=_charged(rehearsed.ending, rehearsed.largest)
+        states=always + around.always + rehearsed.repeated,
+        ending=_charged(rehearsed.ending, rehearsed.largest) + around.ending,
     )
     stages[0] = replace(stages[0], template=charged)
-    actions = _actions(rehearsed, groups, loss)
+    actions = _actions(rehearsed, groups, loss, around)
     search = _searching(stages, actions, asked, fixed)
     gradients = sum(_bytes(t) for t in named.values() if t.requires_grad)
     if (least := always + gradients + stepping) > search.budget:
@@ -210,7 +216,7 @@ def common_plan(
         planned,
         max(found.peak, least),
         search.budget,
-        max(max(one.before, one.during) for one in actions),
+        around.always + max(max(one.before, one.during) for one in actions),
         found.extra / base if base else 0.0,
         kept / max(1, kept + rehearsed.rest),
     )
@@ -275,7 +281,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return sum(allocated(t.nbytes, t.device) for t in plain_tensors(tensor))
 
 
-def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankActions:
+def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: AroundParts) -> RankActions:
     """Return the forwards and backwards of the parts as a rank's actions. ``loss``: bytes of a loss outside, charged
     from backwards on."""
     seen: Counter[EqualParts] = Counter()
@@ -285,9 +291,13 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int) -> RankA
         seen[group] += 1
     actions = []
     for event in rehearsed.events:
-        lost = loss if event.kind == "B" else 0
         before, during = _charged(event.before, rehearsed.largest), _charged(event.during)
-        actions.append(Action(event.kind, *places[event.call], before=before + lost, during=during + lost))
+        if event.kind == "B":
+            own = around.own.get(rehearsed.calls[event.call][0], 0)
+            before, during = before + loss + around.backward, during + loss + around.running - own
+        else:
+            before, during = before + around.forward, during + around.forward
+        actions.append(Action(event.kind, *places[event.call], before=before, during=during))
     return tuple(actions)
 
 

@@ -44,6 +44,12 @@ class LiveBytes(TorchDispatchMode):
                     self.peak, self.largest = max(self.peak, self.live), max(self.largest, bytes_)
                     weakref.finalize(storage, self._freed, key, bytes_).atexit = False
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Never count a tensor's storage."""
+        for storage in _storages(tensor):
+            self._counted.add(key := _key(storage))
+            weakref.finalize(storage, self._counted.discard, key).atexit = False
+
     def peak_since(self) -> int:
         """Return the largest sum since the last call of this method."""
         peak, self.peak = self.peak, self.live

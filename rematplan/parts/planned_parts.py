@@ -17,9 +17,11 @@ from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
+from rematplan.parts.around_parts import accumulates, around_parts
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, of_part
 from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
+from rematplan.parts.sharded_weights import check_weights, with_shards
 from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.refusals import reaction
@@ -76,8 +78,8 @@ class PlannedParts:
         if another rehearsal is needed, since a module has run that did not run in this one."""
         self._told: set[str] = set()
         """The names of the modules that have run more often than in a rehearsal. A warning tells of each once."""
-        self._divisions: dict[tuple[Rehearsed, bool], Division] = {}
-        """By the rehearsal, and whether gradients of earlier steps exist."""
+        self._divisions: dict[tuple[Rehearsed, bool, bool], Division] = {}
+        """By the rehearsal, whether gradients of earlier steps exist, and whether FSDP2 does not shard gradients."""
         self.last: Division | None = None
         """Of the latest call."""
 
@@ -155,8 +157,7 @@ class PlannedParts:
         calls = [(one, groups[one]) for one in more.elements() if one in groups]
         grown = rehearsed.with_calls(calls, repeated_bytes(modules, [*expected, *more.elements()]))
         is_new = any(one not in groups for one in more)
-        for sums in (False, True):
-            self._divisions.pop((rehearsed, sums), None)
+        self._divisions = {key: one for key, one in self._divisions.items() if key[0] is not rehearsed}
         for every in self._known.values():
             every[:] = [(None if is_new else s, grown) if r is rehearsed else (s, r) for s, r in every]
 
@@ -176,14 +177,16 @@ class PlannedParts:
                 rehearsed = rehearsed.with_calls([one for one in earlier.calls if one[0] not in calls])
             known[:] = [one for one in known if one[0] is not None]
             known.append(([tuple(t.shape) for t in tensors], rehearsed))
-        if (rehearsed, sums) not in self._divisions:
-            self._divisions[rehearsed, sums] = self._divided(original.model, rehearsed, sums)
-        self.last = self._divisions[rehearsed, sums]
+        key = rehearsed, sums, accumulates(original.model)
+        if key not in self._divisions:
+            self._divisions[key] = self._divided(original.model, rehearsed, sums)
+        self.last = self._divisions[key]
         return self.last.plan
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         model, unfit = original.model, self.unfit
         self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
+        check_weights(model, self.parts if self.error is None else ())
         try:
             while True:
                 rehearsal = Rehearsal(model, self.parts, stated=self.error is None)
@@ -216,9 +219,10 @@ class PlannedParts:
         ) from self.error
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
-        named = {f"model.{name}": t for name, t in named_tensors(model).items()}
+        named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
-        plan = partial(common_plan, rehearsed, options, named, accumulating=sums)
+        around = around_parts(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
+        plan = partial(common_plan, rehearsed, options, named, accumulating=sums, around=around)
         try:
             made = plan(store.fixed.get(self.planner.budget_key))
         except InfeasibleBudget as error:

@@ -25,6 +25,7 @@ from rematplan.module.symbolic_forward import Found
 from rematplan.parts.left_tensors import left_tensors
 from rematplan.parts.live_bytes import LiveBytes
 from rematplan.parts.patched import Patches
+from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
     ArgumentLeaf,
@@ -203,6 +204,7 @@ class Rehearsal:
         self.unfit: dict[str, str] = {}
         """By the name of a part that cannot be planned in this step, although it is captured, why."""
         self._live = LiveBytes(())
+        self._substitutes = Substitutes(model, lambda made: self._live.leave_out(made))
         self._anchors: list[torch.Tensor] = []
         self._nodes: dict[Any, tuple[str, frozenset[int]]] = {}
         """The nodes of placeholders, with the part's name and the positions of inputs that it uses several times."""
@@ -232,7 +234,7 @@ class Rehearsal:
 
     def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         live = self._live
-        with torch.enable_grad(), live:
+        with torch.enable_grad(), live, self._substitutes:
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
             with self._patches:
                 results = original.forward(*given, **named)
@@ -279,7 +281,7 @@ class Rehearsal:
         Autograd adds the gradients of all uses one by one; a plan would add those inside of the part first, with other
         rounding errors.
         """
-        todo = [one.grad_fn for one in (*outputs, *read)]
+        todo = [*dict.fromkeys(one.grad_fn for one in (*outputs, *read))]
         seen, uses = set(todo), Counter[Any]((one.grad_fn, one.output_nr) for one in read)
         while todo:
             node = todo.pop()
@@ -290,7 +292,7 @@ class Rehearsal:
             todo += new
         elsewhere = Counter(id(p) for name, _ in self._calls for p in self.parts[name].parameters())
         leaves = (getattr(node, "variable", None) for node in seen)
-        elsewhere.update(id(leaf) for leaf in leaves)  # those that the rest reads
+        elsewhere.update(id(self._substitutes.weight(leaf)) for leaf in leaves)  # those that the rest reads
         by_inputs = (
             name
             for node, (name, reused) in self._nodes.items()
@@ -328,7 +330,7 @@ class Rehearsal:
 
     def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
         """Run the backward, and return whether that was possible; an error of a user's op is none."""
-        every = (*self.model.parameters(), *arguments, *self._anchors)
+        every = (*self.model.parameters(), *self._substitutes.leaves, *arguments, *self._anchors)
         leaves = [one for one in every if one.requires_grad and one.is_leaf]
         tangents = [torch.ones_like(one) for one in outputs]
         try:

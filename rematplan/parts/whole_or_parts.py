@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
 from rematplan.module.cached_plans import CachedPlans
@@ -116,7 +116,7 @@ class WholeOrParts(Runner):
         if no_parts or (captured and not isinstance(error, NotCaptured)):
             raise error
         try:
-            self.parts = self._parts(original.model, error)
+            self.parts = self._parts(error)
         except (ModelError, UsageError) as why:
             raise type(error)(f"{error}; nor in parts: {why}") from error.__cause__
         LOG.info("%s is planned in parts: %s", self.name, error)
@@ -142,21 +142,15 @@ class WholeOrParts(Runner):
         if name := next((name for name, stated in excluded.items() if stated), None):
             raise UsageError(f"{name} cannot be combined with plans of several modules")
 
-    def _parts(self, model: nn.Module, error: ModelError | None = None) -> PlannedParts:
+    def _parts(self, error: ModelError | None = None) -> PlannedParts:
         """Return what runs the model in parts. ``error``: why the whole model cannot be captured, if it was tried."""
         self._check_parts()
-        if sharded := _sharded_inside(model):
-            named = f"{', '.join(sharded[:2])}{' and others' * (len(sharded) > 2)}"
-            raise ModelError(
-                f"FSDP2 gathers the weights of {named} one by one, so this {type(model).__name__} has no common "
-                f"plan; plan each of these modules: rematplan.apply(model.get_submodule({sharded[0]!r}), budget=...)"
-            )
         find = partial(modules_of_names, names=self.modules) if self.modules else modules_to_try
         return PlannedParts(self.planner, find, error)
 
     def _prepare_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make the plans for a call. Return whether they are the first, of which one line tells."""
-        parts = self.parts = self.parts or self._parts(original.model)
+        parts = self.parts = self.parts or self._parts()
         is_first = parts.last is None
         plan = parts.prepare(original, args, kwargs)
         if is_first:
@@ -175,11 +169,3 @@ class WholeOrParts(Runner):
             f"{show_bytes(budget)}, {100 * overhead:.1f} % overhead{more}; not counted: {uncounted}",
             file=sys.stderr,
         )
-
-
-def _sharded_inside(model: nn.Module) -> list[str]:
-    """Return the names of the inner modules whose parameters FSDP2 gathers apart. A rehearsal would free those of the
-    outer ones, and only some processes may need it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    parts = model.named_modules() if fsdp else ()
-    return [name for name, part in parts if name and isinstance(part, fsdp.FSDPModule)]  # type: ignore[union-attr]

@@ -94,10 +94,10 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         tensors += (t for p in here for t in made.get(p, ()) if t.device == device)
         if here and kind is not None:
             new = [p for p in here if not made.get(p)]
-            to_come += sum(size for p in new for size in _state_sizes(kind, p, group))
+            to_come += sum(size for p in new for size in _state_sizes(kind, _own_shard(p), group))
             if new:
                 to_come += kind.shared
-            transient = max(transient, _transient(kind, here, group))
+            transient = max(transient, _transient(kind, [*map(_own_shard, here)], group))
         elif here:
             trial = _trial(optimizer, device)  # of all groups
             exists = sum(allocated(t.nbytes, device) for of in made.values() for t in of)
@@ -127,6 +127,11 @@ def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (Mapping, list, tuple, deque)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from plain_tensors(one)
+
+
+def _own_shard(p: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a parameter."""
+    return next(plain_tensors(p)) if hasattr(p, "placements") else p
 
 
 def _state_sizes(kind: OptimizerKind, p: torch.Tensor, group: Group) -> Iterator[int]:

@@ -135,6 +135,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
+    from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _device as device_mode
 
@@ -153,6 +154,7 @@ LATER = {
         "torch._functorch.aot_autograd",
         "aot_export_joint_with_descriptors",
     ),
+    "apply_to_tensors": ("torch.distributed.utils", "_apply_to_tensors"),
     "boxed_nop": ("torch._dynamo.backends.debugging", "boxed_nop"),
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # missing in CPU builds
     "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
@@ -270,6 +272,7 @@ __all__ = [
     "any_mode",
     "aot_autograd",
     "aot_export_joint_with_descriptors",
+    "apply_to_tensors",
     "at_end_of_backward",
     "boxed_nop",
     "c_autograd",

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
-from rematplan.ir import ModelError
 
 STEPS = 20
 SETTINGS = {"budget": "92%", "strategy": "approx_dp", "costs": "roofline"}
@@ -136,21 +135,10 @@ def check_in_place(how: str, rank: int) -> None:
     print(f"{how}: equal")
 
 
-def refusal(model: nn.Module, x: torch.Tensor) -> str:
-    """Return why a call is refused."""
-    try:
-        model(x)
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
 def check_units_in_place(rank: int) -> None:
     """Train a model whose units are sharded one by one, plainly and with each unit planned in place; say so if they end
-    equal, and the whole is refused."""
-    (plain, x), (planned, _), (whole, _) = (units(False, rank) for _ in range(3))
-    why = refusal(rematplan.apply(sharded_units(whole), **SETTINGS), x)
-    assert "FSDP2 gathers the weights of 0, 1 and others one by one" in why
+    equal."""
+    (plain, x), (planned, _) = units(False, rank), units(False, rank)
     sharded_units(planned)
     for unit in planned[:-1]:
         rematplan.apply(unit, **SETTINGS)

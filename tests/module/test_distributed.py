@@ -25,6 +25,12 @@ def test_twenty_steps_in_two_processes_have_equal_losses_and_weights(tmp_path: P
         assert out.splitlines() == [f"{how}: equal" for how in WAYS]
 
 
+def test_layers_that_are_sharded_one_by_one_are_planned_under_one_budget(tmp_path: Path) -> None:
+    cases = ("layers", "planned before", "kept", "groups", "accumulated", "a planned module", "lengths")
+    for out in said_by_both("sharded_layers_worker.py", tmp_path):
+        assert out.splitlines() == [f"{name}: equal" for name in cases]
+
+
 def test_ranks_that_get_other_plans_at_other_steps_have_the_weights_of_eager_mode(tmp_path: Path) -> None:
     said = said_by_both("refining_worker.py", tmp_path)
     changes, plans, weights = zip(*(out.strip().split("|") for out in said), strict=True)

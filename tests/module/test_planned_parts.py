@@ -126,6 +126,14 @@ class Skips(Base):
         return self.blocks[2](self.blocks[1](kept)) + kept
 
 
+class Headless(Base):
+    """The last block's output is the result."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        np.random.uniform()
+        return self.body(x)
+
+
 class Features(Skips):
     """Features that a loss outside reads; how the forward hands them over."""
 
@@ -581,6 +589,13 @@ def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[B
     in_parts(named, "1MiB", modules="blocks.1")
     with pytest.raises(ModelError, match="uses an input or a parameter several times"):
         run(named, *batch(0))
+
+
+def test_a_last_module_whose_result_a_loss_outside_reads_is_a_part() -> None:
+    model, plain = made(Headless)
+    in_parts(model, "1MiB")
+    same_steps(model, plain, 2)
+    assert sum(len(group.names) for group in planned(model).parts) == 4
 
 
 def test_a_loss_in_an_object_is_found() -> None:

@@ -258,14 +258,9 @@ def test_a_plan_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--budget or a --plan" in capsys.readouterr().err
 
 
-def test_what_is_sharded_in_parts_is_refused() -> None:
+def test_what_is_sharded_before_it_is_planned_is_refused() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        sharded = planned()
-        for part in sharded:
-            fully_shard(part)
-        with pytest.raises(ModelError, match="plan first, then shard"):
-            fully_shard(sharded)(X)
         with pytest.raises(ModelError, match="plan first, then shard"):
             rematplan.plan_module(fully_shard(model()), (X,), budget="100%", costs="roofline")
     finally:
