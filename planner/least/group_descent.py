@@ -17,8 +17,8 @@ from rematplan.planner.least.regression import certified, search
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """The numbers of tensors in a group that are tried, the smallest first."""
-MOVES_PER_STATE, TENSORS_PER_MOVE = 3, 16
-"""The expansion of a state of the search counts as so many moves, and one more for so many demanded tensors."""
+MOVES_PER_SEARCH, TENSORS_PER_MOVE = 10, 250
+"""A search counts as so many moves, and one more for each so many tensors that it looks at."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def descend_by_groups(
             frozen[demanded], frozen[group] = True, False
             found = search(tables, np.array(demanded, np.int64), frozen, level, size, limit, deepest, level)
             frozen[demanded] = False
-            effort.charge(moves=work_of(int(found[2]), len(demanded)))
+            effort.charge(moves=work_of(int(found[2])))
             if found[0] < NEVER and (best is None or found[0] < best[0]):
                 best = found
             if found[0] <= level or effort.over:
@@ -67,9 +67,9 @@ def descend_by_groups(
     return Descent(level, max(level, certified(tables, demanded)), actions, demanded)
 
 
-def work_of(states: int, tensors: int) -> int:
-    """Return the moves that the expansion of ``states`` states counts as. ``tensors``: demanded at the beginning."""
-    return (1 + states) * (MOVES_PER_STATE + tensors // TENSORS_PER_MOVE)
+def work_of(looked: int) -> int:
+    """Return the moves that a search counts as. ``looked``: the tensors that it looked at."""
+    return MOVES_PER_SEARCH + looked // TENSORS_PER_MOVE
 
 
 def _groups(demanded: Sequence[int]) -> Iterator[list[int]]:

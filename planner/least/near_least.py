@@ -46,6 +46,9 @@ class NearLeastOptions:
     descents: tuple[int, ...] = (300, 1000)
     """The states to expand for one group in the descent from the outputs: a second descent follows if the first is
     stuck."""
+    worth: float = 3.0
+    """No plan is searched if less than this multiple of what values and proofs took is left: in dense networks a
+    descent takes still longer and ends in too many runs."""
     most_ops: int = 3000
     """Larger problems are not searched."""
     longest: int = 600_000
@@ -70,6 +73,8 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
     proven = max(_proven(plain, demands, values, effort), min_peak_bound(plain).bytes)
     record_peak_bound(plain, proven)
     _improve(values, proven - demands.inputs)
+    if effort.left < NEAR_LEAST.worth * effort.done:
+        return None
     for share in NEAR_LEAST.levels:
         level = int(share * proven) - demands.inputs - demands.left_out
         if effort.over or share * proven >= known:

@@ -235,7 +235,7 @@ def grown(array: Ints, used: int, more: int) -> Ints:
 def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
-    """Search backwards from ``start``. Return the level, a proven bound, the states expanded, the actions,
+    """Search backwards from ``start``. Return the level, a proven bound, the tensors looked at, the actions,
     and the set at their end.
 
     ``goal``: bytes to get below, or negative: certify the set. ``frozen`` tensors stay demanded; it ends at
@@ -270,7 +270,7 @@ def search(
         buckets *= 2
     seen, levels = np.zeros(buckets, np.uint64), np.empty(buckets, np.int64)
     first_tensor[0] = first_action[0] = 0
-    states, waiting, expanded, end = 0, 0, 0, -1
+    states, waiting, expanded, end, looked = 0, 0, 0, -1, 0
     bound = low
     current, children = -1, 1
     while True:
@@ -293,12 +293,14 @@ def search(
                 if frozen[parent_set[c]]:
                     continue
                 op, known = T.maker[parent_set[c]], False
+                looked += c
                 for i in range(c):  # ops with several demanded results are regressed once
                     known |= T.maker[parent_set[i]] == op and not frozen[parent_set[i]]
                 if known:
                     continue
                 n, size = children, sizes[current]
                 demanded[:n] = parent_set[:n]
+            looked += 2 * n
             for i in range(n):
                 marks[demanded[i]] = 1
             fits = True
@@ -311,6 +313,7 @@ def search(
                     steps[0], made = op, 1
             if fits and is_new(T, demanded, n, level, seen, levels):
                 before = made
+                looked += n
                 n, size, made = settle(T, demanded, n, size, level, marks, frozen, steps, made)
                 fits = made == before or n == 0 or is_new(T, demanded, n, level, seen, levels)
             else:
@@ -319,6 +322,7 @@ def search(
                 marks[demanded[i]] = 0
             if not fits:
                 continue
+            looked += n * (made + 1)
             start_of, acts = first_tensor[states], first_action[states]
             pool, actions = grown(pool, start_of, n), grown(actions, acts, made)
             pool[start_of : start_of + n] = demanded[:n]
@@ -347,7 +351,7 @@ def search(
         if best <= max(low, enough):
             break
     if end < 0:
-        return best, bound, expanded, none, start
+        return best, bound, looked, none, start
     count, state = 0, end
     while state >= 0:
         count += first_action[state + 1] - first_action[state]
@@ -358,7 +362,7 @@ def search(
         path[count - own : count] = actions[first_action[state] : first_action[state + 1]]
         count -= own
         state = parent[state]
-    return best, bound, expanded, path, pool[first_tensor[end] : first_tensor[end + 1]].copy()
+    return best, bound, looked, path, pool[first_tensor[end] : first_tensor[end + 1]].copy()
 
 
 @kernel

@@ -17,6 +17,8 @@ from rematplan.planner.least.regression import search
 
 GATE = 0.9
 """Values up to this share of the largest working set are not improved: they limit no plan."""
+DESCENTS = 0.15
+"""The share of the effort that descents for single values may spend: in dense networks they gain little."""
 
 
 @dataclass
@@ -36,8 +38,11 @@ class Values:
     """The largest working set of an op."""
     free: Flags = field(init=False)
     """No tensor is frozen."""
+    for_descents: Effort = field(init=False)
+    """What descents may spend."""
 
     def __post_init__(self) -> None:
+        self.for_descents = self.effort.part(DESCENTS * self.effort.left)
         count = len(self.demands.ops)
         self.value, self.floor = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self.recipe = [np.empty(0, np.int64) for _ in range(count)]
@@ -68,10 +73,10 @@ class Values:
             if self.value[v] <= bound or self.effort.over:
                 continue
             reads = self.demands.large_of(self.demands.reads[v])
-            level, low, states, actions, _ = search(
+            level, low, looked, actions, _ = search(
                 self.demands.tables, np.array(reads, np.int64), self.free, bound, -1, limit, False, -1
             )
-            self.effort.charge(moves=work_of(int(states), len(reads)))
+            self.effort.charge(moves=work_of(int(looked)))
             bound = max(bound, int(low))
             if level < self.value[v]:
                 self._set(v, max(int(level), int(self.demands.work[v])), actions)
@@ -95,12 +100,12 @@ class Values:
         reads = self.demands.large_of(self.demands.reads[v])
         enough = max([low, *self._read_values(v)])
         start = np.array(reads, np.int64)
-        level, bound, states, actions, _ = search(
+        level, bound, looked, actions, _ = search(
             self.demands.tables, start, self.free, low, -1, limit, deepest, enough
         )
-        self.effort.charge(moves=work_of(int(states), len(reads)))
-        if max(enough, GATE * self.largest) < level < NEVER and not self.effort.over:
-            descent = descend_by_groups(self.demands.tables, reads, enough, groups, self.effort)
+        self.effort.charge(moves=work_of(int(looked)))
+        if max(enough, GATE * self.largest) < level < NEVER and not self.for_descents.over:
+            descent = descend_by_groups(self.demands.tables, reads, enough, groups, self.for_descents)
             if descent.level < level:
                 level, actions = descent.level, np.array(descent.actions, np.int64)
         return int(level), max(low, min(int(bound), int(level))), actions
