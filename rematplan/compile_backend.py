@@ -268,5 +268,5 @@ def backend(
         raise UsageError(
             "dynamic_shapes must be None or False here; torch.compile marks sizes with torch._dynamo.mark_dynamic"
         )
-    planner = Planner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS)
+    planner = Planner(asked, keeps_tangents=COMPILED_BACKWARDS_KEEP_TANGENTS, in_place=False)
     return PlanningBackend(planner, compiler, dynamic_shapes is not False)

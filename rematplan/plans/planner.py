@@ -108,7 +108,8 @@ class Planner(StepProblems):
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         # A percentage refers to the step as it is.
-        return split_as_asked(self, step, self.limit(self.problem_at(step)[1]))
+        charged, _ = self._with_earlier_gradients(step)
+        return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]))
 
     def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
         """Return the error that no plan fits, with the smallest peak that splits reach if that is smaller and splits
@@ -116,7 +117,7 @@ class Planner(StepProblems):
         if self.options.split != UNSPLIT or self.options.saved or self.options.several:
             return error
         try:
-            smallest = smallest_with_splits(self, step)
+            smallest = smallest_with_splits(self._with_earlier_gradients(step)[0], step)
         except RematplanError:  # it must not take the place of the refusal
             return error
         if smallest is None or smallest >= error.smallest:
@@ -128,18 +129,23 @@ class Planner(StepProblems):
         """Plan a step, of which splits and kernels are made already, as `plan` does."""
         if self.options.several:
             return self._in_flight(step)
-        earlier = self.options.reserved.gradients
-        names, held = earlier_gradients(step, self.named) if earlier else (frozenset(), 0)
-        charged = replace(self, held={**self.held, EARLIER: held})
+        charged, names = self._with_earlier_gradients(step)
         try:
             adding = replace(charged, added=names)._adding(step) if names else None
             found = adding or charged._alone(step, progress)
         except InfeasibleBudget as error:
             form = self.with_inverses(step)
             found = StepPlan(form, charged.instead(form, error, first))
-        counted = mapped(found, lambda one: replace(one, gradients=held))
+        counted = mapped(found, lambda one: replace(one, gradients=charged.held[EARLIER]))
         assert counted is not None
         return counted
+
+    def _with_earlier_gradients(self, step: CapturedStep) -> tuple[Planner, frozenset[str]]:
+        """Return this planner with the bytes of earlier steps' gradients, and the parameters that have them; 0 bytes
+        and none unless they are reserved."""
+        earlier = self.options.reserved.gradients
+        names, held = earlier_gradients(step, self.named) if earlier else (frozenset(), 0)
+        return replace(self, held={**self.held, EARLIER: held}), names
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
         """Raise ``error``, or return a plan to use although no plan fits, as ``on_infeasible`` says

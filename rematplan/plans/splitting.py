@@ -13,6 +13,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, parse_budget, plan_within
+from rematplan.plans.op_costs import PROFILE
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
 from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.step_problems import StepProblems
@@ -20,6 +21,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
 from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
+from rematplan.runtime.split.sums_in_place import with_sums_in_place
 
 PARTS = (2, 4, 8, 16)
 """The numbers of parts that ``auto`` tries."""
@@ -29,6 +31,10 @@ TRIAL_PER_OP = 0.01
 """The seconds for each op that a search for the smallest peak with one choice may take at most."""
 LARGE = 0.1
 """Regions of one kind that save less than this share of what all save are not split together with others."""
+NOISE = 1.2
+"""Costs that were measured at different times may differ by this factor on a machine that counts as quiet."""
+ALIKE = 0.01
+"""Choices whose plans recompute at most this share of a step more than the least are equal: the fewest parts win."""
 SplitKind: TypeAlias = tuple[SplitRegion, ...]
 """Regions of equal ops and sizes, such as the MLPs of all layers. They are split into equally many parts."""
 SplitChoice: TypeAlias = Mapping[SplitKind, int]
@@ -49,7 +55,7 @@ def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -
         return RewrittenStep(step)
     regions = splittable(step, find_regions(step))
     if asked == AUTO_SPLIT:
-        return _noted(step, _chosen(problems, step, kinds_of(step, regions), budget))
+        return _noted(problems, step, _chosen(problems, step, kinds_of(step, regions), budget))
     assert isinstance(asked, tuple)
     parts: dict[SplitKind, int] = {}
     for name, k in asked:
@@ -60,7 +66,7 @@ def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -
                 f"split: no ops of {name!r} can be split in {step.name}; what can be split is in {known}"
             )
         parts |= {(r,): k for r in inside}
-    return _noted(step, parts)
+    return _noted(problems, step, parts)
 
 
 def kinds_of(step: CapturedStep, regions: Sequence[SplitRegion]) -> tuple[SplitKind, ...]:
@@ -76,11 +82,12 @@ def _saved(kind: SplitKind) -> int:
     return sum(r.saved for r in kind)
 
 
-def _split(step: CapturedStep, choice: SplitChoice) -> CapturedStep:
-    return split_regions(step, {r: k for kind, k in choice.items() for r in kind})
+def _split(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> CapturedStep:
+    step = split_regions(step, {r: k for kind, k in choice.items() for r in kind})
+    return with_sums_in_place(step) if choice and problems.in_place else step
 
 
-def _noted(step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
+def _noted(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
     if not choice:
         return RewrittenStep(step)
     texts = []
@@ -91,14 +98,17 @@ def _noted(step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
     why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
     if any(early_backward(StepUse(step), r) for kind in choice for r in kind):
         why += "; so do all gradients if the loss is scaled by a factor that is no power of two"
-    return RewrittenStep(_split(step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
+    return RewrittenStep(_split(problems, step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
 
 
 def _chosen(
     problems: StepProblems, step: CapturedStep, kinds: Sequence[SplitKind], budget: Budget
 ) -> SplitChoice:
-    """Return the splits whose short search finds the cheapest plan within the budget, else the smallest peak; none
-    if no recomputation is needed."""
+    """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
+    none if no recomputation is needed.
+
+    Of choices that are about equal, the one with the fewest parts: each part reads the weights again.
+    """
     trial, amount = _Trial(problems, step, budget), fixed_bytes(budget)
     graph = trial.problem({})
     if amount is not None and no_recompute(graph).peak <= amount:
@@ -108,8 +118,16 @@ def _chosen(
     for least in _splits_of_what_binds(trial, kinds):
         if first is None and amount is not None and min_peak_bound(trial.problem(least)).bytes <= amount:
             first = least
-    tried = list(_candidates(kinds, least if first is None else first, least))
-    return min(tried, key=trial.outcome)
+    tried = sorted(_candidates(kinds, least if first is None else first, least), key=_parts)
+    cheapest = min(trial.problem(choice).base_cost for choice in tried)
+    outcomes = [trial.outcome(choice, cheapest) for choice in tried]
+    unfit, best = min(outcomes)
+    alike = 0.0 if unfit or amount is None else ALIKE
+    return next(choice for choice, one in zip(tried, outcomes, strict=True) if one <= (unfit, best + alike))
+
+
+def _parts(choice: SplitChoice) -> int:
+    return sum(k * len(kind) for kind, k in choice.items())
 
 
 def _candidates(kinds: Sequence[SplitKind], first: SplitChoice, least: SplitChoice) -> Iterator[SplitChoice]:
@@ -152,17 +170,22 @@ class _Trial:
         """Return the planning problem of the step with these splits."""
         key = frozenset(choice.items())
         if key not in self.graphs:
-            self.graphs[key] = self.problems.problem_at(_split(self.step, choice))[1]
+            self.graphs[key] = self.problems.problem_at(_split(self.problems, self.step, choice))[1]
         return self.graphs[key]
 
-    def outcome(self, choice: SplitChoice) -> tuple[bool, float]:
-        """Return, to be minimised, whether no plan fits, and the plan's time; or, if none fits or the budget is
-        lean, its peak."""
+    def outcome(self, choice: SplitChoice, cheapest: float) -> tuple[bool, float]:
+        """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits or the budget
+        is lean, its peak.
+
+        ``cheapest``: the least cost of a step with splits, without recomputation.
+        """
         graph, amount = self.problem(choice), fixed_bytes(self.budget)
         if amount is None:
             return False, self.smallest_peak(choice)
         try:
-            return False, plan_within(self._auto, graph, amount).estimate.cost
+            time = 1 + plan_within(self._auto, graph, amount).estimate.overhead
+            noise = NOISE if self.problems.options.costs == PROFILE else 1.0
+            return False, time * max(1.0, graph.base_cost / (noise * cheapest) if cheapest else 1.0)
         except InfeasibleBudget as error:
             return True, error.smallest
 

@@ -43,6 +43,8 @@ class StepProblems:
     """Bytes that are allocated during the whole step in addition to the step's tensors, by a name for each."""
     keeps_tangents: bool = False
     """Whether the gradients of outputs stay allocated until the backward ends, instead of until their last use."""
+    in_place: bool = True
+    """Whether sums over parts of what is split are computed in place. Graphs for compilers have no such calls."""
     sized: SizedCosts = field(default_factory=SizedCosts, compare=False)
     """Measured costs of ops. Costs of the same steps at other sizes are interpolated from them."""
 

@@ -28,6 +28,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.warn import warn
 
@@ -91,7 +92,7 @@ def signature(step: CapturedStep, call: Call) -> str:
         layout = f"{list(t.shape)}{list(t.stride())}@{offset}/{t.untyped_storage().nbytes()}"
         return str(t.dtype).removeprefix("torch.") + layout
 
-    return f"{call.target}{substitute((call.args, dict(call.kwargs)), describe)}"
+    return f"{as_run(call).target}{substitute((call.args, dict(call.kwargs)), describe)}"
 
 
 def _measure_all(
@@ -184,7 +185,7 @@ def _measured(
     """Return the cost of a call: the shortest of several executions in this round, and its memory, measured unless
     ``known``."""
     args, kwargs = arguments.of(call)
-    target = deepcopy(call.target)  # an op that draws labels counts its draws
+    target = deepcopy(as_run(call).target)  # an op that draws labels counts its draws
     run, device = partial(kernel_of(target), *args, **kwargs), step.device
     times: list[float] = []
     if known is None:

@@ -18,6 +18,7 @@ from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize, shape_of, stride_of, without_values
 from rematplan.runtime.problem.backward_segments import Segment
@@ -59,6 +60,10 @@ class Writer(Emitter):
         self.last_draws = {at: self._state(op) for op, at in last.items()}
         #: By position, the call that writes its result into an operand that nothing reads again.
         self.overwriting = overwriting_calls(step, schedule) if overwrite else {}
+        #: Values that the present function computes. It may write into them even if nothing else may be
+        #: overwritten, as in a backward that runs again from the same saved tensors.
+        self.own: set[str] = set()
+        self.overwrite = overwrite
         self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
         #: Whether the source calls ``note`` with the name and the tensor of each value. If calls may overwrite
         #: operands, it is a `LayoutCheck`.
@@ -194,7 +199,7 @@ class Writer(Emitter):
         """Return all lines since the last call as a function with this head (name and parameters), and begin a new
         one."""
         body = "".join(f"    {line}\n" for line in self.lines)
-        self.lines = []
+        self.lines, self.own = [], set()
         return f"def {head.replace('(', '(s, ', 1) if self.for_any_sizes else head}:\n{body}"
 
     @staticmethod
@@ -210,12 +215,24 @@ class Writer(Emitter):
             self.free(storage)
         self.drop_dead()
         same = dict(self.unused.same).get(call.name)
-        expression = self.use(same) if same else self._overwriting(over, call)
+        expression = self.use(same) if same else self._overwriting(over, self._in_place(call))
         if call.name in self.rerun:
             self._replayed(call, expression, at)
         else:
             self.lines.append(f"{self._results(call)} = {expression}")
         self._made(call)
+        if call.in_place:
+            self._forget(call.args[0].value)
+
+    def _in_place(self, call: Call) -> Call:
+        """Return the call as it runs: a call writes into its first argument unless that must stay as it is."""
+        return as_run(call) if call.in_place and (self.overwrite or call.args[0].value in self.own) else call
+
+    def _forget(self, value: str) -> None:
+        """Mark a value as dead whose memory now has another content, or is freed if that is in new memory."""
+        if self.is_alive(value):
+            del self.alive[self.step.values[value].storage][value]
+            self.dead.append(value)
 
     def _overwriting(self, over: Call | None, call: Call) -> str:
         """Return the source of ``call``, or of ``over``, which overwrites an operand, if there is one and values are
@@ -230,6 +247,7 @@ class Writer(Emitter):
         asked for."""
         for result in filter(None, call.results):
             self.mark_alive(result)
+            self.own.add(result)
             if self.noting:
                 self.lines.append(f"note({result!r}, {self.name(result)})")
 

@@ -171,7 +171,7 @@ def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
 
 
 def _may_overwrite(call: Call) -> bool:
-    plain = not call.seeded and call.single and bool(call.results[0])
+    plain = not (call.seeded or call.in_place) and call.single and bool(call.results[0])
     if call.target in SCATTERS:
         return plain and not call.kwargs
     return plain and _pointwise(call) and call.target not in BUFFERED

@@ -83,7 +83,7 @@ def is_fusible(step: CapturedStep, call: Call) -> bool:
     """Return whether a fused kernel can compute a call."""
     pointwise = torch.Tag.pointwise in getattr(call.target, "tags", ())
     kind = _packet(call) in FUSIBLE or (pointwise and getattr(call.target, "namespace", "") == "aten")
-    if not kind or call.is_view or call.ordered or call.late:
+    if not kind or call.is_view or call.ordered or call.late or call.in_place:
         return False
     results = [r for r in call.results if r]
     storages = [step.values[r].storage for r in results]

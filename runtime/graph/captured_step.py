@@ -80,6 +80,8 @@ class Call:
     """The factor by which a relative error of its arguments grows."""
     noise: float | None = None
     """The relative error that its own rounding adds; None if it follows from the dtypes."""
+    in_place: bool = False
+    """Whether its result is in the memory of its first argument, which no other call reads (`with_sums_in_place`)."""
     late: bool = False
     """Whether it must run after the gradients of the outputs have arrived, even if it reads none of them."""
     indexed: bool = False
@@ -252,12 +254,10 @@ class CapturedStep:
 
     def writes(self, call: Call) -> tuple[str, ...]:
         """Return the names of the storages that a call allocates for its results, each once, in order; none if the
-        call is a view."""
-        return (
-            tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
-            if not call.is_view
-            else ()
-        )
+        call is a view or writes in place."""
+        if call.is_view or call.in_place:
+            return ()
+        return tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
 
 
 def refs(args: Any) -> Iterator[Ref]:

@@ -130,13 +130,15 @@ def _with_inverses(
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []
+    # Inputs are always there. Memory into which calls write has no inverse: only its last content is of use.
     there = {step.values[i.value].storage for i in step.inputs}
+    there |= {step.values[c.results[0] or ""].storage for c in step.calls if c.in_place}
     for call in step.calls:
-        if call.backward or call.is_view or call.seeded:
+        if call.backward or call.is_view or call.seeded or call.in_place:
             continue
         for found in undo(call, facts):
             if step.values[found.value].storage in there:
-                continue  # an input
+                continue
             if isinstance(found, Refused):
                 refused.append(f"{found.value} cannot be recomputed from {call.name}: {found.why}")
             elif found.exact or not exact:

@@ -14,6 +14,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.layout_copies import NONE, Copies
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
 from rematplan.runtime.problem.random_states import saves_state
+from rematplan.runtime.problem.sum_states import is_content
 
 OLD_BUFFERS = "old_buffers"
 """The tensor that represents copies of buffers from before the step."""
@@ -155,10 +156,10 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
 
 
 def _is_callers(one: Step) -> bool:
-    """Return whether an entry belongs to an op that the caller runs, or to a generator's saved state, which is saved
-    at the first draw."""
+    """Return whether an entry belongs to an op that the caller runs, to a generator's saved state, which is saved at
+    the first draw, or to the content of memory."""
     name = one.op if isinstance(one, Run) else one.tensor
-    return name in (*OUTSIDE, LOSS_VALUE) or saves_state(name)
+    return name in (*OUTSIDE, LOSS_VALUE) or saves_state(name) or is_content(name)
 
 
 def _leaving(step: CapturedStep, schedule: Schedule) -> set[int]:

@@ -14,6 +14,7 @@ from rematplan.runtime.graph.allocator_rounding import REST, allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind, refs
 from rematplan.runtime.problem.random_states import with_random_states
+from rematplan.runtime.problem.sum_states import with_sum_states
 
 RNG_STATES = "rng_states"
 
@@ -64,7 +65,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         never_rerun=(*kept, *(c.name for c in step.calls if c.collective)),
         fixed_split=split,
     )
-    return with_random_states(graph, {name: 0 if name in kept else state for name in seeded})
+    graph = with_random_states(graph, {name: 0 if name in kept else state for name in seeded})
+    return with_sum_states(step, graph)
 
 
 def random_state_bytes(step: CapturedStep) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.regions import SplitRegion, find_regions
-from rematplan.runtime.split.split_step import splittable
+from rematplan.runtime.split.split_step import split_regions, splittable
+from rematplan.runtime.split.sums_in_place import with_sums_in_place
 
 WIDTH, VOCABULARY = 16, 200
 
@@ -76,6 +77,11 @@ CASES: dict[str, Case] = {
 def captured(module: nn.Module, batch: tuple[Tensor, ...]) -> tuple[CapturedStep, tuple[SplitRegion, ...]]:
     step = capture_call(module, batch, {})[1]
     return step, splittable(step, find_regions(step))
+
+
+def split(step: CapturedStep, regions: Iterable[SplitRegion], parts: int) -> CapturedStep:
+    """The step with regions in so many parts, and sums in place, as it is planned."""
+    return with_sums_in_place(split_regions(step, dict.fromkeys(regions, parts)))
 
 
 def planned(module: nn.Module, step: CapturedStep) -> PlannedStep:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_models import CASES, Decoder, captured, planned, tokens
+from split_models import CASES, Decoder, captured, planned, split, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -64,9 +64,9 @@ def loss_region(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> SplitRe
     return next(r for r in regions if "loss" in r.modules)
 
 
-def split(module: nn.Module, batch: tuple[Tensor, ...]) -> CapturedStep:
+def split_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> CapturedStep:
     step, regions = captured(module, batch)
-    return split_regions(step, {loss_region(step, regions): 4})
+    return split(step, [loss_region(step, regions)], 4)
 
 
 def gradients(called: Any, module: nn.Module, batch: tuple[Tensor, ...], factor: float) -> list[Tensor]:
@@ -87,7 +87,7 @@ def test_every_loss_of_a_head_is_early(name: str) -> None:
 
 def test_scores_are_computed_once() -> None:
     """The forward has two products a part, and a third adds to the weight's gradient. None is left to the backward."""
-    made = split(Decoder(tied=False), tokens(2, 64))
+    made = split_loss(Decoder(tied=False), tokens(2, 64))
     head = [c for c in made.calls if c.target in (ATEN.mm.default, ATEN.addmm.default) and c.module == "head"]
     assert len(head) == 12
     assert not any(c.backward for c in head)
@@ -99,7 +99,7 @@ def test_scores_are_computed_once() -> None:
 def test_the_factor_of_the_loss_scales_all_gradients(kind: type[Decoder], factor: float) -> None:
     torch.manual_seed(0)
     module, batch = kind(tied=False), tokens(2, 64)
-    own = planned(module, split(module, batch))
+    own = planned(module, split_loss(module, batch))
     expected, found = gradients(module, module, batch, factor), gradients(own, module, batch, factor)
     exact = kind is Decoder and factor in (1.0, 0.25, 65536.0, 0.0)
     for one, other in zip(expected[:-1], found[:-1], strict=True):
@@ -114,7 +114,7 @@ def test_each_of_several_losses_has_its_own_factor(smoothed_first: bool) -> None
     step, regions = captured(module, batch)
     losses = [r for r in regions if early_backward(StepUse(step), r)]
     assert len(losses) == 2
-    own = planned(module, split_regions(step, dict.fromkeys(losses, 4)))
+    own = planned(module, split(step, losses, 4))
     expected, found = gradients(module, module, batch, 3.0), gradients(own, module, batch, 3.0)
     for one, other in zip(expected, found, strict=True):
         assert (one - other).norm() < 3e-6 * one.norm()
@@ -197,5 +197,5 @@ def test_a_factor_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -
             self.calls[-1] = last.__class__(last.name, ATEN.clone.default, (one,), {}, last.results)
 
     monkeypatch.setattr(split_step._Splitter, "_gather", unscaled)
-    found = gradients(planned(module, split(module, batch)), module, batch, 3.0)
+    found = gradients(planned(module, split_loss(module, batch)), module, batch, 3.0)
     assert all((a - b).norm() > 0.5 * a.norm() for a, b in zip(expected, found, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from planned_steps import PlannedStep, problem, verify
-from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, tokens
+from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, split, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,7 +20,7 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split import split_step
 from rematplan.runtime.split.regions import SplitRegion
-from rematplan.runtime.split.split_step import bounds_of, split_regions
+from rematplan.runtime.split.split_step import bounds_of
 
 
 def split_weights(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> set[str]:
@@ -44,9 +44,9 @@ def test_only_gradients_of_split_weights_differ_and_by_rounding(name: str, parts
     module, batch = CASES[name]()
     step, regions = captured(module, batch)
     assert any("loss" in r.modules for r in regions)
-    split = split_regions(step, dict.fromkeys(regions, parts))
-    assert len(split.calls) > len(step.calls)
-    found = verify(planned(module, split), batch)
+    parted = split(step, regions, parts)
+    assert len(parted.calls) > len(step.calls)
+    found = verify(planned(module, parted), batch)
     differ = {d.name for d in found.differences}
     rows_keep_their_bits = name not in ("odd", "pixels") and parts != 7
     if rows_keep_their_bits:
@@ -65,7 +65,7 @@ def test_gradients_are_equal_in_double_precision(name: str, parts: int) -> None:
         module.loss["weight"] = module.loss["weight"].double()
     batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
     step, regions = captured(module, batch)
-    found = verify(planned(module, split_regions(step, dict.fromkeys(regions, parts))), batch)
+    found = verify(planned(module, split(step, regions, parts)), batch)
     assert found.error < 1e-12
 
 
@@ -74,7 +74,7 @@ def test_small_sizes(batch: int, length: int) -> None:
     torch.manual_seed(0)
     module, data = Decoder(tied=False, reduction="sum").double(), tokens(batch, length)
     step, regions = captured(module, data)
-    assert verify(planned(module, split_regions(step, dict.fromkeys(regions, 4))), data).error < 1e-12
+    assert verify(planned(module, split(step, regions, 4)), data).error < 1e-12
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -85,7 +85,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     exact.load_state_dict({n: t.double() for n, t in module.state_dict().items()})
     exact(*batch).backward()
     errors = []
-    for one in (step, split_regions(step, dict.fromkeys(regions, 16))):
+    for one in (step, split(step, regions, 16)):
         module.zero_grad()
         planned(module, one)(*batch).backward()
         errors.append((module.head.weight.grad.double() - exact.head.weight.grad).norm())
@@ -99,10 +99,10 @@ def test_the_peak_is_as_simulated() -> None:
     held = sum(t.nbytes for t in (*module.parameters(), *batch))
     peaks = []
     for parts in (1, 4):
-        split = split_regions(step, dict.fromkeys(regions, parts)) if parts > 1 else step
-        graph = problem(split, profile_costs(split))
+        parted = split(step, regions, parts) if parts > 1 else step
+        graph = problem(parted, profile_costs(parted))
         plan = no_recompute(graph)
-        run = PlannedStep(module, split, plan.schedule)
+        run = PlannedStep(module, parted, plan.schedule)
         for _ in range(2):
             module.zero_grad(set_to_none=True)
             above, _ = peak_above_entry(lambda run=run: run(*batch).backward(), step.device)
@@ -116,7 +116,7 @@ def test_dropout_ends_a_region() -> None:
     step, regions = captured(module, batch)
     inside = {name for r in regions for name in r.calls}
     assert inside.isdisjoint(c.name for c in step.calls if c.seeded)
-    assert not verify(planned(module, split_regions(step, dict.fromkeys(regions, 4))), batch).error > 3e-6
+    assert not verify(planned(module, split(step, regions, 4)), batch).error > 3e-6
 
 
 def test_a_returned_output_stays_whole() -> None:
@@ -141,21 +141,21 @@ def test_a_part_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             add(self, call, args, result, part)
 
     monkeypatch.setattr(split_step._Splitter, "_add_product", without_second)
-    split = split_regions(step, dict.fromkeys(regions, 4))
-    assert verify(planned(module, split), batch).error > 1e-2
+    parted = split(step, regions, 4)
+    assert verify(planned(module, parted), batch).error > 1e-2
 
 
 def test_a_mean_of_each_part_is_noticed() -> None:
     module, batch = Decoder(tied=False, ignore_index=0), tokens(2, 64)
     step, regions = captured(module, batch)
-    split = split_regions(step, dict.fromkeys(regions, 4))
+    parted = split(step, regions, 4)
     calls = tuple(
         replace(c, args=(*c.args[:3], 1, *c.args[4:])) if c.args[3:4] == (0,) and "nll" in c.name else c
-        for c in split.calls
+        for c in parted.calls
     )
-    assert calls != split.calls
+    assert calls != parted.calls
     with pytest.raises((AssertionError, RuntimeError)):
-        assert verify(planned(module, replace(split, calls=calls)), batch).error < 1e-2
+        assert verify(planned(module, replace(parted, calls=calls)), batch).error < 1e-2
 
 
 def test_parts_cover_the_axis() -> None:
@@ -175,8 +175,8 @@ def test_a_whole_result_that_is_gathered_through_a_view_keeps_its_storage() -> N
     )
     step, regions = captured(model, tokens(4, 64)[:1])
     assert regions
-    split = split_regions(step, dict.fromkeys(regions, 2))
-    made = {i.value for i in split.inputs} | {r for c in split.calls for r in c.results if r}
-    assert {value.storage for value in split.values.values()} <= made
-    graph = problem(split, {c.name: CallCost(1.0) for c in split.priced_calls})
+    parted = split(step, regions, 2)
+    made = {i.value for i in parted.inputs} | {r for c in parted.calls for r in c.results if r}
+    assert {value.storage for value in parted.values.values()} <= made
+    graph = problem(parted, {c.name: CallCost(1.0) for c in parted.priced_calls})
     assert no_recompute(graph).peak > 0

@@ -1,0 +1,64 @@
+"""The content of memory into which several calls write (`Call.in_place`), in a planning problem.
+
+A tensor of no bytes represents it after each write. So the calls run in order, and what reads the memory runs after
+the last. None of them runs again: an earlier content does not exist any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.graph.captured_step import CapturedStep, refs
+
+PREFIX = "(content) "
+
+
+def is_content(name: str) -> bool:
+    """Return whether a tensor of a problem represents the content of memory."""
+    return name.startswith(PREFIX)
+
+
+def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+    """Return a problem in which a call that reads memory into which others write also reads its content."""
+    written = {c.name: f"{PREFIX}{c.name}" for c in step.calls if c.in_place}
+    if not written:
+        return graph
+    content = dict(_contents(step, written))
+    read = {
+        c.name: dict.fromkeys(content[r.value] for r in refs((c.args, c.kwargs)) if r.value in content)
+        for c in step.priced_calls
+    }
+    first = {
+        graph.ops[graph.producer[step.values[c.results[0] or ""].storage]].name
+        for c in step.calls
+        if c.in_place
+    }
+
+    def changed(op: Op) -> Op:
+        writes = (*op.writes, written[op.name]) if op.name in written else op.writes
+        return replace(op, reads=(*op.reads, *read.get(op.name, ())), writes=writes)
+
+    once = [op.name for op in graph.ops if op.name in first or op.name in written or read.get(op.name)]
+    outputs = dict.fromkeys(content[o.value] for o in step.outputs if o.value in content)
+    return replace(
+        graph,
+        tensors=(*graph.tensors, *(Tensor(name, 0) for name in written.values())),
+        outputs=(*graph.outputs, *outputs),
+        ops=tuple(map(changed, graph.ops)),
+        inverses=tuple(map(changed, graph.inverses)),
+        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))),
+    )
+
+
+def _contents(step: CapturedStep, written: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the values in such memory after a first write, each with the content that it needs."""
+    found: dict[str, str] = {}
+    for call in step.calls:
+        state = written.get(call.name)
+        if call.is_view:
+            state = next((found[r.value] for r in refs(call.args) if r.value in found), None)
+        if state:
+            found |= {r: state for r in call.results if r}
+    yield from found.items()
