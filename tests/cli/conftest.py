@@ -31,10 +31,10 @@ Call = Callable[..., Result]
 
 
 def quick(argv: list[str]) -> list[str]:
-    """The arguments with a third of a second's limit for the strategies that would search longer."""
+    """The arguments with a tenth of a second's limit for the strategies that would search longer."""
     if not argv or argv[0] not in ("plan", "curve", "step") or "--help" in argv:
         return argv
-    return [*argv, "-S", "time_limit=0.3"]
+    return [*argv, "-S", "time_limit=0.1"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ OVERLAP = "auto with inverses, overlap"
 
 def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) -> None:
     png = tmp_path / "c.png"
-    result = call("compare", *SMALL, "-S", "time_limit=0.5", "-S", "lane_speed=0.9", "--png", png, "--json")
+    result = call("compare", *SMALL, "-S", "time_limit=0.1", "-S", "lane_speed=0.9", "--png", png, "--json")
     assert result.status == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     rows = {r["strategy"]: r for r in result.data["strategies"]}
@@ -45,7 +45,7 @@ def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) 
 def test_compare_without_inverses(call: Callable[..., Any]) -> None:
     result = call(
         "compare", "vit_s", "--dim", "image=32", "--dim", "width=16", "--dim", "depth=2", "--costs", "roofline",
-        "--no-run", "-S", "time_limit=1", "--json",
+        "--no-run", "-S", "time_limit=0.2", "--json",
     )  # fmt: skip
     assert result.status == 0
     # What comes back by running again overlaps as well.

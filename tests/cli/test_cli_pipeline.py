@@ -23,7 +23,7 @@ def small(**sizes: int) -> tuple[str, ...]:
 
 
 SMALL = small()
-LIMIT = ("--microbatches", "4", "-S", "time_limit=2")
+LIMIT = ("--microbatches", "4", "-S", "time_limit=0.3")
 FOUR = (*SMALL, *LIMIT)
 
 
@@ -287,7 +287,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
 def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:
     path = tmp_path / "r.onnx"
     call("export", "resnet18", "--dim", "image=32", "--dim", "width=8", "-o", path)
-    more = ("--dim", "batch=2", "--costs", "roofline", "-S", "time_limit=2", "--microbatches", "4")
+    more = ("--dim", "batch=2", "--costs", "roofline", "-S", "time_limit=0.3", "--microbatches", "4")
     said = call("pipeline", path, *more, "--stages", 2, "--budget", "1GiB", "--json").data
     assert len(said["names"]) == 1
     assert said["names"][0]
@@ -328,7 +328,7 @@ def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
         "--schedule",
         "dataflow",
         "-S",
-        "time_limit=2",
+        "time_limit=0.3",
     )
     ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
     tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--json")
@@ -352,7 +352,18 @@ def _stop() -> None:
 def test_the_last_rank_holds_the_models_outputs_of_all_microbatches(call) -> None:
     """PyTorch keeps them to the end of a step."""
     small = ("lstm", "--dim", "batch=2", "--dim", "tokens=8", "--dim", "width=8", "--dim", "vocabulary=500")
-    more = ("--costs", "roofline", "-S", "time_limit=1", "--stages", 2, "--cuts", "head", "--budget", "1GiB")
+    more = (
+        "--costs",
+        "roofline",
+        "-S",
+        "time_limit=0.3",
+        "--stages",
+        2,
+        "--cuts",
+        "head",
+        "--budget",
+        "1GiB",
+    )
     rows = [call("pipeline", *small, *more, "--microbatches", m, "--json").data for m in (2, 6)]
     few, many = (said["plans"][1] for said in rows)
     outputs = 4 * 2 * 8 * 500

@@ -29,7 +29,7 @@ SIZES = (
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipeline") / "pipe.json"
-    more = ("--stages", "2", "--microbatches", "3", "--budget", "1GiB", "-S", "time_limit=2")
+    more = ("--stages", "2", "--microbatches", "3", "--budget", "1GiB", "-S", "time_limit=0.3")
     assert main(["pipeline", *SIZES, *more, "--quiet", "-o", str(path)]) == 0
     return path
 
@@ -46,7 +46,7 @@ def ranks_of(file: Path, processes: int) -> list[dict]:
     ]
     program = [sys.executable, "-m", "rematplan", "pipeline-step", str(file), "--verify", "--json"]
     done = subprocess.run(
-        [sys.executable, *command, *program, "-S", "time_limit=2"],
+        [sys.executable, *command, *program, "-S", "time_limit=0.3"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -31,14 +31,14 @@ def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, checker, 
 
 
 def test_the_budget_min_states_what_bounds_the_peak(call, problem) -> None:
-    least = ("plan", problem, "--budget", "min", "-S", "time_limit=1")
+    least = ("plan", problem, "--budget", "min", "-S", "time_limit=0.2")
     said = call(*least, "--json").data
     cause = said["peak_cause"]
     parts = ("reads", "writes", "workspace")
     assert cause["inputs"] + cause["others"] + sum(cause["at"][p] for p in parts) == said["peak"]
     assert cause["floor"] <= said["peak"]
     assert "proven least" in call(*least).out
-    refusal = call("plan", problem, "--budget", str(cause["floor"] - 1), "-S", "time_limit=1")
+    refusal = call("plan", problem, "--budget", str(cause["floor"] - 1), "-S", "time_limit=0.2")
     assert refusal.status == 3
     assert f"the proven least is {show_bytes(cause['floor'])}" in refusal.err
 

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from rematplan.auditing import measured_steps
 from rematplan.cli import main
+from rematplan.fitting import question
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.runtime.graph.compat import functorch_config
@@ -36,7 +38,7 @@ FENCE = re.compile(
 )
 TIMED = ("plan", "step", "curve", "compare")
 """Commands that take a time limit, which the tests make short."""
-SECONDS = "0.3"
+SECONDS = "0.1"
 SHELL = re.compile(
     r"(make( [a-z]+)?|pip install .*|python (benchmarks|tests)/\w+\.py.*|rematplan (demo|pipeline) ?.*|torchrun .*)$"
 )
@@ -68,11 +70,13 @@ def blocks(page: Path) -> Iterator[Block]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty folder to work in, searches of a third of a second, and PyTorch's settings restored afterwards."""
+    """An empty folder to work in, searches of a tenth of a second, and PyTorch's settings restored afterwards."""
     monkeypatch.chdir(tmp_path)
     for kind in (Auto, Anneal):
         defaults = kind.__init__.__defaults__
         monkeypatch.setattr(kind.__init__, "__defaults__", (float(SECONDS), *defaults[1:]))
+    monkeypatch.setattr(measured_steps, "SECONDS", float(SECONDS))
+    monkeypatch.setattr(question, "SEARCH", Auto())
     settings = functorch_config.get_config_copy()
     yield
     for name, value in settings.items():

@@ -1,6 +1,6 @@
 """Laws of a budget in `transformers.Trainer`: losses and weights are the same bits as without it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,18 @@ pytest.importorskip("accelerate")
 from rematplan.integrations import transformers as budgets  # noqa: E402
 
 QUICK = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
-STEPS = 24
+STEPS = 12
 has_flag = hasattr(transformers.TrainingArguments, "group_by_length")
 BY_LENGTH = {"group_by_length": True} if has_flag else {"train_sampling_strategy": "group_by_length"}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*has hooks on")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_collections() -> Iterator[None]:
+    """Each training ends with two collections of all that is loaded, which take longer than its steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=int))
+        yield
 
 
 def network() -> nn.Module:
@@ -236,7 +244,7 @@ def test_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
     assert same(results(planned), results(plain))
     assert sizes.count(8) == 2
     assert planned.state.train_batch_size < 8
-    assert rematplan.planning(planned.model).plan.estimate.reruns > 0
+    assert any(plan.estimate.reruns for plan in rematplan.planning(planned.model).plans)
 
 
 @pytest.fixture

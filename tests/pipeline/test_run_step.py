@@ -24,7 +24,7 @@ from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
 SIZES = ("--dim", "width=16", "--dim", "image=64", "--dim", "classes=5", "--dim", "batch=16")
-ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "-S", "time_limit=2", "--quiet")
+ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "-S", "time_limit=0.3", "--quiet")
 CUTS = "blocks.1,blocks.2,blocks.3"
 REVERSIBLE = "blocks.blocks.1,blocks.blocks.2,blocks.blocks.3"
 
@@ -46,7 +46,7 @@ def step(rank: int, path: Path, dies: bool = False) -> list[RankReport]:
     plan = load_pipeline(path)
     if dies and rank == 2:
         PipelineStage.backward_one_chunk = lambda *_, **__: os._exit(1)  # type: ignore[method-assign]
-    return reports_of_step(plan, rank, verify=not dies, time_limit=1)
+    return reports_of_step(plan, rank, verify=not dies, time_limit=0.2)
 
 
 def changed(file: Path, folder: Path, change: Any) -> Path:
@@ -111,7 +111,7 @@ def test_the_files_plans_run_where_weight_gradients_are_computed_apart(
 def test_a_model_that_cannot_be_read_is_refused(file: Path, field: str, value: Any, text: str) -> None:
     plan = load_pipeline(file)
     with pytest.raises(ProblemError, match=f"the file's model {text}"):
-        reports_of_step(replace(plan, model={**plan.model, field: value}), 0, verify=False, time_limit=1)
+        reports_of_step(replace(plan, model={**plan.model, field: value}), 0, verify=False, time_limit=0.2)
 
 
 def test_a_stage_that_differs_is_planned_anew_and_that_is_said(

@@ -27,7 +27,7 @@ def graph() -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def curves(graph: TrainingGraph) -> Curves:
-    named = {name: strategy(name, time_limit=2.0) for name in ("auto", "chen_sqrt", "exact_dp")}
+    named = {name: strategy(name, time_limit=0.3) for name in ("auto", "chen_sqrt", "exact_dp")}
     peak = rematplan.no_recompute(graph).estimate.peak
     return trace_curves(graph, named, [peak * 9 // 10])[0]
 
@@ -81,7 +81,7 @@ def test_a_comparison_says_which_rows_fit(tmp_path: Path, capsys: pytest.Capture
         "roofline",
         "--no-run",
     ]
-    assert main(["compare", *network, "--budget", "80%", "-S", "time_limit=1", "--png", str(png)]) == 0
+    assert main(["compare", *network, "--budget", "80%", "-S", "time_limit=0.2", "--png", str(png)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     fits = {row[0]: "no" if "no" in row else "yes" for row in rows if "yes" in row or "no" in row}
     assert fits["store"] == "no"

@@ -80,7 +80,7 @@ def main() -> None:
         budget=BUDGETS[rank],
         costs="roofline",
         refine=False,
-        strategy=rematplan.Auto(time_limit=0.5),
+        strategy=rematplan.Auto(time_limit=0.2),
     )
     plan, step = planned.plan, planned._rematplan.last.captured
     runs = [one.op for one in plan.schedule if hasattr(one, "op")]

@@ -76,7 +76,7 @@ class Shares(nn.Module):
 def test_no_collective_runs_again(strategy: str) -> None:
     torch.manual_seed(0)
     model, x = Shares("functional"), torch.randn(64, 16)
-    limited = {"anneal": rematplan.Anneal(moves=4000), "auto": rematplan.Auto(time_limit=1.0)}
+    limited = {"anneal": rematplan.Anneal(moves=4000), "auto": rematplan.Auto(time_limit=0.2)}
     planned = rematplan.plan_module(
         copy.deepcopy(model), (x,), budget="min", strategy=limited.get(strategy, strategy)
     )

@@ -227,12 +227,12 @@ def test_malformed_room_is_refused(stated: str | int) -> None:
 def test_a_refusal_says_what_is_set_aside() -> None:
     with pytest.raises(InfeasibleBudget, match=r"1\.76 MiB are set aside .* loss_memory="):
         rematplan.plan_module(
-            large_outputs(), (words(),), budget=1000, strategy=rematplan.Auto(time_limit=1.0)
+            large_outputs(), (words(),), budget=1000, strategy=rematplan.Auto(time_limit=0.2)
         )
     for model, stated in ((WithLoss(), None), (large_outputs(), "3x")):
         with pytest.raises(InfeasibleBudget) as refused:
             rematplan.plan_module(
-                model, (words(),), budget=1000, loss_memory=stated, strategy=rematplan.Auto(time_limit=1.0)
+                model, (words(),), budget=1000, loss_memory=stated, strategy=rematplan.Auto(time_limit=0.2)
             )
         assert "set aside" not in str(refused.value)
 
@@ -244,7 +244,7 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
     def refused(budget: int, **options: object) -> InfeasibleBudget:
         with pytest.raises(InfeasibleBudget) as error:
             rematplan.plan_module(
-                copy.deepcopy(model), (x,), budget=budget, strategy=rematplan.Auto(time_limit=1.0), **options
+                copy.deepcopy(model), (x,), budget=budget, strategy=rematplan.Auto(time_limit=0.2), **options
             )
         return error.value
 
@@ -257,7 +257,7 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
     assert refused(between).known == "room"
     assert "with the room for a loss" in str(refused(between))
     rematplan.plan_module(
-        copy.deepcopy(model), (x,), budget=between, loss_memory="0", strategy=rematplan.Auto(time_limit=1.0)
+        copy.deepcopy(model), (x,), budget=between, loss_memory="0", strategy=rematplan.Auto(time_limit=0.2)
     )
 
 
@@ -268,7 +268,7 @@ def test_a_saved_plan_leaves_the_same_room(overlap: str, tmp_path: pytest.TempPa
     model = small_outputs()
     plain = copy.deepcopy(model)
     first = rematplan.plan_module(
-        model, (x,), budget="70%", strategy=rematplan.Auto(time_limit=1.0, two_lanes=overlap)
+        model, (x,), budget="70%", strategy=rematplan.Auto(time_limit=0.2, two_lanes=overlap)
     )
     rematplan.save_plan(first.plan, tmp_path / "plan.json")
     again = rematplan.plan_module(
@@ -287,9 +287,9 @@ def test_a_compiled_module_leaves_room_too() -> None:
     model, x = large_outputs(), words()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="set aside"):
         torch.compile(
-            model, backend=rematplan.backend(budget="1000", strategy=rematplan.Auto(time_limit=1.0))
+            model, backend=rematplan.backend(budget="1000", strategy=rematplan.Auto(time_limit=0.2))
         )(x)
-    backend = rematplan.backend(budget="90%", loss_memory="2MiB", strategy=rematplan.Auto(time_limit=1.0))
+    backend = rematplan.backend(budget="90%", loss_memory="2MiB", strategy=rematplan.Auto(time_limit=0.2))
     plain = copy.deepcopy(model)
     for one in (torch.compile(model, backend=backend), plain):
         LARGE["shifted"](one(x)).backward()
