@@ -73,7 +73,7 @@ def measured(size: int, make: Callable[..., torch.optim.Optimizer], budget: int 
     return held + peak_above_entry(step, CPU)[0]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_peaks_are_those_that_are_measured(name: str) -> None:
     optimizer = getattr(torch.optim, name)
     whole = rematplan.fit(
@@ -308,12 +308,12 @@ def test_an_unknown_type_is_refused() -> None:
         rematplan.fit(network, rows, memory="1GB", dtype="int8")
 
 
-@pytest.mark.parametrize("text", ["16\n24\n32\n24\n", "32, 1\n16 1\n24 2\n\n8 0\n"])
-def test_the_longest_sample_must_fit(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_longest_sample_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lengths.txt"
-    file.write_text(text)
-    found = read_lengths(file)
-    assert (found.longest, found.samples, found.longer_than(16), found.longer_than(32)) == (32, 4, 3, 0)
+    for text in ("16\n24\n32\n24\n", "32, 1\n16 1\n24 2\n\n8 0\n"):
+        file.write_text(text)
+        found = read_lengths(file)
+        assert (found.longest, found.samples, found.longer_than(16), found.longer_than(32)) == (32, 4, 3, 0)
     sizes = [one for one in TINY if "tokens" not in one]
     stated = [*sizes, "--optimizer", "sgd", "--costs", "laptop-cpu", "--lengths", str(file)]
     assert main(["fit", "gpt12", "--memory", "1GB", *stated]) == 0

@@ -225,7 +225,7 @@ def test_adapters_on_a_frozen_base_are_planned(tmp_path: Path) -> None:
 
     plain, planned = run(tmp_path, adapted(), []), run(tmp_path, adapted(), [callback()])
     assert same(results(planned), results(plain))
-    assert rematplan.planning(planned.model).plan.estimate.reruns > 0
+    assert any(plan.estimate.reruns for plan in rematplan.planning(planned.model).plans)
 
 
 def test_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
