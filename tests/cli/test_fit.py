@@ -258,7 +258,7 @@ def test_a_configuration_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureF
     config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     config |= {"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 128}
     path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **config}))
-    fit = ["fit", str(path), "--memory", "100MB", "--costs", "server-cpu", "--dtype", "bf16", "--json"]
+    fit = ["fit", str(path), "--memory", "4MB", "--costs", "server-cpu", "--dtype", "bf16", "--json"]
     assert main([*fit, "--dim", "batch=2", "--dim", "tokens=16", "--vary", "tokens"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["largest"]["without"]["size"] == 128  # the longest sequence of the model
@@ -316,12 +316,12 @@ def test_the_longest_sample_must_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (found.longest, found.samples, found.longer_than(16), found.longer_than(32)) == (32, 4, 3, 0)
     sizes = [one for one in TINY if "tokens" not in one]
     stated = [*sizes, "--optimizer", "sgd", "--costs", "laptop-cpu", "--lengths", str(file)]
-    assert main(["fit", "gpt12", "--memory", "1GB", *stated]) == 0
+    assert main(["fit", "gpt12", "--memory", "2MB", *stated]) == 0
     assert "the longest of 4 samples has tokens 32" in capsys.readouterr().out
     assert main(["fit", "gpt12", "--memory", "200kB", *stated, "--vary", "tokens", "--json"]) in (0, 1)
     shown = json.loads(capsys.readouterr().out)
     assert shown["here"]["size"] == 32
-    assert main(["fit", "gpt12", "--memory", "1GB", *stated, "--dim", "tokens=8"]) == 2
+    assert main(["fit", "gpt12", "--memory", "2MB", *stated, "--dim", "tokens=8"]) == 2
     assert "leave out --dim tokens" in capsys.readouterr().err
 
 
