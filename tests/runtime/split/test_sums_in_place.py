@@ -15,6 +15,7 @@ from torch.nn import functional
 from rematplan.ir import InfeasibleBudget, ProblemError
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.core.simulator import simulate
+from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -177,6 +178,20 @@ def test_plans_that_recompute_have_the_same_gradients(seed: int) -> None:
         one(*batch).backward()
         found.append(gradients(module))
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_two_lanes_add_in_order() -> None:
+    torch.manual_seed(0)
+    module, batch = Decoder(), tokens(2, 64)
+    step, regions = captured(module, batch)
+    made = split(step, regions, 4)
+    graph = problem(made, free_costs(made))
+    peak = no_recompute(graph).estimate.peak
+    found = Anneal(moves=20_000).plan(graph, peak - (peak - graph.input_bytes) // 8)
+    laned = on_two_lanes(graph, found, 2 * peak)
+    assert laned is not None
+    run = PlannedStep(module, made, laned.schedule, laned.lanes)
+    assert verify(run, batch).error < 3e-6
 
 
 def test_only_gradients_of_weights_are_summed_in_place() -> None:
