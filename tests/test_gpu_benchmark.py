@@ -1,41 +1,44 @@
 """benchmarks/gpu.py without a GPU: its files are complete whenever it ends, and state what is missing."""
 
 import json
-import subprocess
-import sys
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
-    files = [str(tmp_path / name) for name in ("gpu.json", "gpu.md")]
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks/gpu.py"),
-        "--device",
-        "cpu",
-        "--small",
-        "--minutes",
-        "0",
-    ]
-    subprocess.run(
-        [*command, "--json", files[0], "--table", files[1]], check=True, cwd=ROOT, capture_output=True
-    )
-    rows = json.loads(Path(files[0]).read_text())["rows"]
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., object]:
+    """Runs the script in an empty folder, with arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def with_arguments(*arguments: str) -> object:
+        monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])
+        return runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    return with_arguments
+
+
+def test_what_there_is_no_time_for_is_named(run: Callable[..., object]) -> None:
+    run("--device", "cpu", "--small", "--minutes", "0", "--json", "of.json", "--table", "of.md")
+    rows = json.loads(Path("of.json").read_text())["rows"]
     assert {row["network"] for row in rows} == {"resnet50", "gpt", "unet", "llama"}
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
     assert len(rows) == 4 * 2 * (7 + 2)
     assert all(row["note"] for row in rows)
-    assert Path(files[1]).read_text().count("left out: no time") == len(rows)
+    assert Path("of.md").read_text().count("left out: no time") == len(rows)
 
 
-def test_a_missing_device_is_said(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--json", str(tmp_path / "gpu.json")]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu.py: no CUDA device is here")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "gpu.json").exists()
+def test_a_missing_device_is_said(run: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpu.py: no CUDA device is here")
+    assert not Path("gpu.json").exists()
