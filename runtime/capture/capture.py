@@ -40,7 +40,7 @@ def check_traceable(module: nn.Module) -> None:
         map(_is_sharded, module.parameters())
     ):
         raise ModelError(
-            f"{name} is sharded, or has a sharded submodule; plan each sharded unit by itself, or plan first, then "
+            f"{name} is sharded, or has a sharded submodule; plan it in place (rematplan.apply), or plan first, then "
             f"shard the planned module as one unit"
         )
     if any(isinstance(m, OptimizedModule) for m in module.modules()):
