@@ -270,7 +270,9 @@ def search(
         buckets *= 2
     seen, levels = np.zeros(buckets, np.uint64), np.empty(buckets, np.int64)
     first_tensor[0] = first_action[0] = 0
-    states, waiting, expanded, end, looked = 0, 0, 0, -1, 0
+    states, waiting, expanded, end = 0, 0, 0, -1
+    # The time of a search is nearly proportional to this: each loop over a set counts its tensors once.
+    looked = 0
     bound = low
     current, children = -1, 1
     while True:

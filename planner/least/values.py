@@ -39,7 +39,7 @@ class Values:
     free: Flags = field(init=False)
     """No tensor is frozen."""
     for_descents: Effort = field(init=False)
-    """What descents may spend."""
+    """The effort that descents for single values may spend."""
 
     def __post_init__(self) -> None:
         self.for_descents = self.effort.part(DESCENTS * self.effort.left)

@@ -88,7 +88,8 @@ class PythonState:
     """Of the guarded names, those that are set to what they were: a list that is made again of the same entries."""
     conditions: list[Any] = field(default_factory=list)
     undone: set[tuple[int, str]] = field(default_factory=set)
-    """The names that the forward changed, from its end to the next run: hooks of the backward may read them."""
+    """The names that the forward changed, from its end to the next run. A backward must not read them: a trace has
+    restored them."""
 
     def __post_init__(self) -> None:
         """Copy the state."""
@@ -155,7 +156,7 @@ class PythonState:
                 assign(namespace.values, name, number)
 
     def undo(self) -> None:
-        """Restore the state after a run of the forward. Hooks of its backward may not read what it changed."""
+        """Restore the state after a run of the forward, whose backward must not read what changed."""
         self.undone = set(self._changed())
         self.restore()
 
@@ -182,8 +183,8 @@ class PythonState:
         kind = type(value)
         if self.undone and self._at(holder, name) in self.undone:
             raise ModelError(
-                f"a hook of the backward reads {name}, which the forward changes; let the hook read a variable of "
-                f"the forward instead"
+                f"the backward reads {name} (in a hook or an autograd.Function), and the forward changes it; read "
+                f"it in the forward, and let the backward use that value"
             )
         if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
             if is_iterator(value):

@@ -490,7 +490,7 @@ def appended(model: Any) -> None:
 @pytest.mark.parametrize("change", [scaled, flipped, appended])
 def test_a_hook_that_reads_what_the_forward_changes_is_refused(change: Callable[[Any], None]) -> None:
     # A traced backward would read the state from before the forward.
-    with pytest.raises(ModelError, match="a hook of the backward reads"):
+    with pytest.raises(ModelError, match="the backward reads"):
         rematplan.plan_module(HookReading(change), (X,), **SETTINGS)
     still = HookReading(lambda _: None)
     equal_after(lambda m: m(X).sum().backward(), rematplan.plan_module(still, (X,), **SETTINGS), still)
