@@ -3,6 +3,7 @@
 usage: distributed_worker.py RANK RENDEZVOUS_FILE
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -176,6 +177,8 @@ def main() -> None:
         check_in_place(how, rank)
     check_units_in_place(rank)
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ usage: refining_worker.py RANK RENDEZVOUS_FILE
 """
 
 import hashlib
+import os
 import sys
 from random import Random
 
@@ -74,6 +75,8 @@ def main() -> None:
     weights = b"".join(p.detach().numpy().tobytes() for p in planned.parameters())
     print(changes, len(set(plans)), hashlib.sha256(weights).hexdigest(), sep="|")
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ usage: sharded_layers_worker.py RANK RENDEZVOUS_FILE
 """
 
 import itertools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -266,6 +267,8 @@ def main() -> None:
     check_optimizer()
     check_refusals()
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ usage: distributed_worker.py RANK SIZE RENDEZVOUS_FILE CHECK...
 """
 
 import copy
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -410,6 +411,8 @@ def main() -> None:
     for check in checks:
         globals()[check](whole)
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ usage: collective_worker.py RANK RENDEZVOUS_FILE
 """
 
 import copy
+import os
 import sys
 
 import torch
@@ -91,6 +92,8 @@ def main() -> None:
     assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
     print("equal")
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 if __name__ == "__main__":
