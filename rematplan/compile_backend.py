@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from rematplan.compile_for_sizes import Shapes, SymbolicGraph, parameter_shapes
+from rematplan.compile_for_sizes import Shapes, SymbolicGraph, copied, parameter_shapes
+from rematplan.inductor_peaks import InductorPlans, MakePlan
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
@@ -89,7 +90,14 @@ class PlanningBackend:
             except NotSymbolic as error:
                 self.reasons[str(error)] = None
         _fix_sizes(inputs)
-        return self.compile(module, inputs, partial(self.partition, parameters=parameter_shapes(inputs)))
+        parameters, known = parameter_shapes(inputs), len(self.plans)
+
+        def attempt(make_plan: MakePlan) -> Callable[..., Any]:
+            del self.plans[known:]  # that of the last attempt
+            partition = partial(self.partition, parameters=parameters, make_plan=make_plan)
+            return self.compile(copied(module), inputs, partition)
+
+        return attempt(self.plan) if self.compiler == "eager" else InductorPlans(self.plan).compiled(attempt)
 
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
@@ -115,6 +123,7 @@ class PlanningBackend:
         inputs: Sequence[Any],
         *,
         num_fwd_outputs: int,
+        make_plan: MakePlan,
         parameters: Shapes = (),
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -124,7 +133,7 @@ class PlanningBackend:
         planner = replace(self.planner, scope=self.scope(step, parameters))
         with unset_fake_temporarily(), disable_current_modes():
             step = planner.rewritten(step).step
-            plan = self.plan(planner, step)
+            plan = make_plan(planner, step)
         graphs = plan_graphs(step, plan.schedule)
         self.plans.append(plan)
         results: Any = joint.graph.find_nodes(op="output")[0].args[0]
@@ -225,7 +234,9 @@ def backend(
     number of bytes applies at all other sizes.
 
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
-    reorders ops, so the plan's peak and overhead are estimates. (Inductor is kept from changing the layout of
+    reorders ops, so the plan's peak and overhead are estimates. The peak of the code is counted, and a graph is
+    planned and compiled again, at most five times, until its code fits the budget and uses most of it. So a plan's own
+    peak may exceed the budget. A warning says if no code fits. (Inductor is kept from changing the layout of
     convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler ``eager``, which
     then calls fused kernels; they are those of one size, so each size is compiled, as with ``split``.
 

@@ -80,7 +80,7 @@ class SymbolicGraph:
     """
 
     def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.compiler, self.module = compiler, _copied(module)
+        self.compiler, self.module = compiler, copied(module)
         nodes = module.graph.find_nodes(op="placeholder")
         self.inputs = [_traced(node, given) for node, given in zip(nodes, inputs, strict=True)]
         self.symbols = {
@@ -173,7 +173,7 @@ class SymbolicGraph:
             self.guarded = len(shapes.guards)
         try:
             with tracing(TracingContext(self.mode)):
-                run = self.compiler.compile(_copied(self.module), self.inputs, split)
+                run = self.compiler.compile(copied(self.module), self.inputs, split)
         finally:
             shapes.frozen = frozen
         assumed = [guard.expr for guard in shapes.guards[self.guarded :]]
@@ -196,7 +196,7 @@ def parameter_shapes(inputs: Sequence[Any]) -> Shapes:
     return tuple(given.shape for given in inputs if isinstance(given, torch.nn.Parameter))
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
+def copied(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph that shares the original's constants. It protects the original from a compiler that
     changes its graph."""
     graph = fx.Graph()

@@ -94,7 +94,8 @@ LAYERS = {
         "step_loading",
         "fitting",
         "step_measurement",
-        "knapsack_solver api plan_any_module plan_in_place symbolic_halves compile_for_sizes compile_backend "
+        "knapsack_solver api plan_any_module plan_in_place inductor_peaks symbolic_halves compile_for_sizes "
+        "compile_backend "
         "onnx_backend",
         "integrations",
         "pipeline",

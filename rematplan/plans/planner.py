@@ -265,7 +265,7 @@ class Planner(StepProblems):
         try:
             if self.options.saved is not None:
                 raise InfeasibleBudget(plan.strategy, budget, plan.peak)
-            return adding._within(left)._adding(step) or self._within(left)._alone(step)
+            return adding.within(left)._adding(step) or self.within(left)._alone(step)
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
             cheap = error.cheap and error.cheap + gradients
@@ -284,7 +284,7 @@ class Planner(StepProblems):
         with suppress(InfeasibleBudget):
             quick_plan(self.options, self.store, problem, self.limit(problem))
 
-    def _within(self, budget: int) -> Planner:
+    def within(self, budget: int) -> Planner:
         """Return this planner with another budget. ``budget``: bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 

@@ -131,13 +131,16 @@ if TYPE_CHECKING:
     from torch._functorch.partitioners import _size_of as node_bytes
     from torch._functorch.partitioners import estimate_runtime
     from torch._inductor import config as inductor_config
+    from torch._inductor import memory as inductor_memory
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomKnapsackSolver, CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V as inductor_graph
     from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import _device as device_mode
+    from torch.utils._ordered_set import OrderedSet
 
 LATER = {
     "AsyncCompile": ("torch._inductor.async_compile", "AsyncCompile"),
@@ -147,6 +150,7 @@ LATER = {
     "ForceDispatchKeyGuard": ("torch._C", "_ForceDispatchKeyGuard"),
     "LocalSource": ("torch._dynamo.source", "LocalSource"),
     "MemoryFormatMeta": ("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta"),
+    "OrderedSet": ("torch.utils._ordered_set", "OrderedSet"),
     "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
     "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
@@ -167,6 +171,8 @@ LATER = {
     "get_torch_obj_rule_map": ("torch._dynamo.trace_rules", "get_torch_obj_rule_map"),
     "included_dispatch_keys": ("torch._C", "_dispatch_tls_local_include_set"),
     "inductor_config": ("torch._inductor.config", ""),
+    "inductor_graph": ("torch._inductor.virtualized", "V"),
+    "inductor_memory": ("torch._inductor.memory", ""),
     "make_fx": ("torch.fx.experimental.proxy_tensor", "make_fx"),
     "node_bytes": ("torch._functorch.partitioners", "_size_of"),
     "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
@@ -261,6 +267,7 @@ __all__ = [
     "MemoryFormatMeta",
     "OpOverload",
     "OptimizedModule",
+    "OrderedSet",
     "ProfilerConfig",
     "ProfilerState",
     "PythonPrinter",
@@ -308,6 +315,8 @@ __all__ = [
     "get_tracing_state",
     "included_dispatch_keys",
     "inductor_config",
+    "inductor_graph",
+    "inductor_memory",
     "is_dispatch_key_excluded",
     "is_functional_tensor",
     "is_functorch_wrapped_tensor",
