@@ -44,7 +44,7 @@ import torch
 from promise import step_of
 from public_architectures import LIBRARIES, Batch
 from torch import nn
-from trainers import fixed_bytes
+from trainers import bytes_of
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, RematplanError, UsageError
@@ -91,7 +91,7 @@ def train(model: nn.Module, batch: Callable[[], Batch]) -> Trained:
         peak, outputs = peak_above_entry(step_of(model, args, kwargs), torch.device("cpu"))
         first = first or time.perf_counter() - began
         if number and known == plans(model):
-            peaks.append(peak + fixed_bytes(model, (args, kwargs)))
+            peaks.append(peak + bytes_of((*model.parameters(), *model.buffers(), args, kwargs)))
         found = {f"output {k}": t for k, t in enumerate(outputs)} | {"random state": torch.get_rng_state()}
         found |= {f"gradient {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()

@@ -263,6 +263,28 @@ def test_no_file_imports_itself_in_a_circle() -> None:
         visit(file, ())
 
 
+def test_scripts_import_names_that_exist_from_scripts_of_their_folder() -> None:
+    for folder in ("benchmarks", "examples"):
+        trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")}
+        assert trees
+        for name, tree in trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.module in trees:
+                    there = set(symbols(trees[node.module]))
+                    missing = {one.name for one in node.names} - there
+                    assert not missing, f"{folder}/{name}.py imports {missing} from {node.module}.py"
+
+
+def symbols(tree: ast.Module) -> Iterator[str]:
+    """The names that a file defines at its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                yield target.id
+
+
 def test_a_front_only_hands_names_on() -> None:
     for file in (f for f in FILES if f.name == "__init__.py"):
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
