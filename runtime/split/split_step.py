@@ -89,6 +89,8 @@ class _Splitter(CallEmitter):
         self.before = {b.name: a for a, b in pairwise(ordered)}
         self.local: dict[tuple[str, _Part], str] = {}
         """By value and part, the value that is its part."""
+        self.copies: dict[str, str] = {}
+        """By value, its contiguous copy."""
         self.whole: set[str] = set()
         """The results of regions that were made whole again."""
         self.sums: dict[str, str] = {}
@@ -300,6 +302,8 @@ class _Splitter(CallEmitter):
         """Emit a slice of a value, and return its name. ``whole``: the name that the value has now."""
         like, source = self.maker.get(value), whole
         if span.first < span.last:
+            if not (self.values[whole].fake.is_contiguous() or self.values[whole].fake.is_floating_point()):
+                whole = self._copied(like, whole)  # indices are small
             source = self._new(f"{value}.flat")
             shape = span.of_part([int(n) for n in self.values[value].fake.shape], part.region.indices)
             self.view(like, source, ATEN.view.default, (Ref(whole), list(shape)))
@@ -309,10 +313,16 @@ class _Splitter(CallEmitter):
         if not self.values[value].fake.is_contiguous() or self.values[name].fake.is_contiguous():
             return name
         # Kernels may rely on an operand that always is contiguous, such as the statistics of a norm.
-        copy = self._new(f"{name}.copy")
-        made = Call(copy, ATEN.clone.default, (), {}, (copy,), module=like.module if like else "")
-        self.call(made, copy, made.target, (Ref(name),), {"memory_format": torch.contiguous_format}, (copy,))
-        return copy
+        return self._copied(like, name)
+
+    def _copied(self, like: Call | None, value: str) -> str:
+        """Emit a contiguous copy of a value if there is none yet, and return its name."""
+        if value not in self.copies:
+            self.copies[value] = copy = self._new(f"{value}.copy")
+            made = Call(copy, ATEN.clone.default, (), {}, (copy,), module=like.module if like else "")
+            given = {"memory_format": torch.contiguous_format}
+            self.call(made, copy, made.target, (Ref(value),), given, (copy,))
+        return self.copies[value]
 
     def _new(self, name: str) -> str:
         """Return a name that no value has. A value may be sliced in several regions."""

@@ -180,3 +180,8 @@ def test_a_whole_result_that_is_gathered_through_a_view_keeps_its_storage() -> N
     assert {value.storage for value in parted.values.values()} <= made
     graph = problem(parted, {c.name: CallCost(1.0) for c in parted.priced_calls})
     assert no_recompute(graph).peak > 0
+
+
+def test_indices_of_any_strides_are_split() -> None:
+    batch = tuple(t[:, :40] for t in tokens(2, 48))
+    assert any("head" in region.modules for region in captured(Decoder(), batch)[1])
