@@ -17,6 +17,7 @@ import torch
 
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.execute.backward_autocast import BackwardAutocast
 from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.first_run import FirstRun, FirstRuns
@@ -64,6 +65,7 @@ class CompiledPlan:
         )
         self.variants = BackwardVariants(step, schedule, halves.backward, lanes, spare)
         self.first_runs = FirstRuns(self._step, schedule, spare, unused)
+        self.autocast = BackwardAutocast(step)
         self.inputs = [i for i in step.inputs if i.kind != "tangent"]
         self.sources = [self._source(i) for i in self.inputs]
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
@@ -345,8 +347,10 @@ class _Call:
         """Run segment ``k`` of the backward half and return its gradients, ordered as ``CompiledPlan.wanting[k]``;
         pass statistics to the callback.
 
-        Raises RuntimeError if an input that is read from here on was changed in place since the forward.
+        Raises RuntimeError if an input that is read from here on was changed in place since the forward, and
+        ModelError if autocast would change the backward.
         """
+        self.plan.autocast.check()
         if self.gradients is not None:
             # Another plan has computed them: see `_run_again`.
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])

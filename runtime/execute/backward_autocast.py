@@ -1,0 +1,50 @@
+"""Which ops of a backward autocast would change. Eager mode's backward runs in the autocast state of its caller."""
+
+from __future__ import annotations
+
+import torch
+
+from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.compat import DispatchKey, OpOverload
+
+KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+
+
+class BackwardAutocast:
+    """Refuses to run a step's backward in autocast if it would give other numbers than outside of it."""
+
+    def __init__(self, step: CapturedStep) -> None:
+        self.step = step
+        self.changed: dict[torch.dtype, str | None] = {}
+        """By autocast's type, the first op of the backward whose results would have another type."""
+
+    def check(self) -> None:
+        """Raise `ModelError` if autocast is enabled and would change an op of the backward."""
+        device = self.step.device.type
+        if not torch.is_autocast_enabled(device) or device not in KEYS:
+            return
+        dtype = torch.get_autocast_dtype(device)
+        if dtype not in self.changed:
+            with torch.no_grad(), torch.autocast(device, dtype, cache_enabled=False):
+                late = (call for call in self.step.calls if call.name in self.step.after_loss)
+                self.changed[dtype] = next((str(call.target) for call in late if self._changes(call)), None)
+        if name := self.changed[dtype]:
+            raise ModelError(
+                f"{self.step.name}: its backward runs inside of torch.autocast, which would change {name} of the "
+                f"backward to other types. Call backward() outside of the autocast block, as PyTorch advises"
+            )
+
+    def _changes(self, call: Call) -> bool:
+        """Return whether autocast gives a call's results other types."""
+        if not isinstance(call.target, OpOverload) or call.is_view or call.in_place:
+            return False
+        if not call.target.has_kernel_for_dispatch_key(KEYS[self.step.device.type]):
+            return False
+        args, kwargs = substitute((call.args, call.kwargs), lambda value: self.step.values[value].fake)
+        results = call.target(*args, **kwargs)
+        made = results if isinstance(results, tuple | list) else (results,)
+        return any(
+            name and one.dtype != self.step.values[name].fake.dtype
+            for name, one in zip(call.results, made, strict=False)
+        )
