@@ -62,6 +62,8 @@ class CodePeaks:
 
     def _ordered(self, kernels: list[Any]) -> list[Any]:
         """Order the kernels of a half as Inductor does after this pass, and count its peak."""
+        if not kernels:
+            return kernels
         half, scheduler = inductor_graph.graph, kernels[0].scheduler
         results = OrderedSet(half.get_output_names())
         given = OrderedSet(half.graph_inputs)
@@ -70,11 +72,11 @@ class CodePeaks:
         _, saved = inductor_memory.prepare_planning_info(order, *named, given, results)
         saved = {name: one for name, one in saved.items() if not name.startswith("tangents")}
         _, held = inductor_memory.estimate_peak_memory(order, saved, results)
-        peak = max(at + self._workspace(kernel) for at, kernel in zip(held, order, strict=False))
+        peaks = (at + self._workspace(kernel) for at, kernel in zip(held, order, strict=False))
         if half.is_backward:
-            self.backward = max(peak, *held)
+            self.backward = max(self.backward, *peaks)
         else:
-            self.forward = max(peak, *held)
+            self.forward = max(self.forward, *peaks)
         return order
 
     def _workspace(self, kernel: Any) -> int:

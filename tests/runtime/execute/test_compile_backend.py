@@ -199,6 +199,20 @@ def test_what_inductor_fuses_is_not_recomputed_for_the_budget() -> None:
     assert peak <= limit < backend.plans[0].peak
 
 
+def test_inductor_may_have_nothing_to_run() -> None:
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self) -> Tensor:
+            return self.weight.view(2, 12)
+
+    model = View()
+    torch.compile(model, backend=rematplan.backend(budget="100%", compiler="inductor"))().sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(4, 6))
+
+
 def test_the_key_of_inductors_cache_has_no_plan_in_it() -> None:
     assert pickle.loads(pickle.dumps(_Partitioner(lambda: None))) == "rematplan"
 
