@@ -35,7 +35,6 @@ from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
-from rematplan.runtime.capture.with_loss import WithLoss
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import (
@@ -260,9 +259,8 @@ def _with_numbers(
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
     """Record for each op traced inside the block the innermost submodule that calls it; errors of needed values get
-    it as ``module``. Names are those in the model, also if a loss is added to it."""
-    model = module.model if isinstance(module, WithLoss) else module
-    names = {id(m): name for name, m in model.named_modules()}
+    it as ``module``."""
+    names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
     tracing_thread = get_ident()  # the hooks run in all threads
 

@@ -32,11 +32,3 @@ def test_an_onnx_file_is_split(file: Path, call: Callable[..., Any]) -> None:
     step = call("step", *asked[1:-1], "--split", "loss=4", "--verify", "--steps", "1")
     assert step.status == 0
     assert "as predicted" in " ".join(step.out.split())
-
-
-def test_a_module_has_the_name_that_it_has_in_the_model(call: Callable[..., Any]) -> None:
-    sizes = [text for name, n in {**SIZES, "width": 32}.items() for text in ("--dim", f"{name}={n}")]
-    asked = ("plan", "gpt12", *sizes, "--budget", "100%", *QUICK, "--split")
-    assert call(*asked, "blocks.0.mlp=2").status == 0
-    refused = " ".join(call(*asked, "nothing=2").err.split())
-    assert "what can be split is in loss, blocks.0.mlp" in refused
