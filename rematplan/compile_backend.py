@@ -93,7 +93,7 @@ class PlanningBackend:
         parameters, known = parameter_shapes(inputs), len(self.plans)
 
         def attempt(make_plan: MakePlan) -> Callable[..., Any]:
-            del self.plans[known:]  # that of the last attempt
+            del self.plans[known:]  # the plan of the last attempt
             partition = partial(self.partition, parameters=parameters, make_plan=make_plan)
             return self.compile(copied(module), inputs, partition)
 

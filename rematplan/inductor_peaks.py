@@ -52,7 +52,7 @@ class CodePeaks:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the peaks of what is compiled meanwhile; the backward is compiled at once."""
+        """Count the peaks of the code that is compiled in the context, which compiles the backward at once, too."""
         # A pass without a key for Inductor's cache: code from there would not be counted.
         with (
             inductor_config.patch(_post_fusion_custom_pass=self._ordered),
@@ -80,7 +80,7 @@ class CodePeaks:
         return order
 
     def _workspace(self, kernel: Any) -> int:
-        """Return the temporary bytes of a kernel; those of the largest call if it is a library's and not known."""
+        """Return the temporary bytes of a kernel. An unknown library call counts as the largest known one."""
         if not kernel.is_extern():
             return 0
         nodes = [node for one in kernel.get_nodes() for node in one.node.origins]
@@ -114,7 +114,7 @@ class _Attempt:
     """The bytes within which the plan was made; if its code does not fit, the plan's own peak."""
     plan: Plan
     peak: int
-    """Of the compiled code, in bytes."""
+    """The peak of the plan's compiled code, in bytes."""
 
 
 class InductorPlans:
@@ -158,7 +158,8 @@ class InductorPlans:
             self.attempts.append(self._attempt(self.budget, self.last, peak))
             if peak <= self.limit and (peak >= NEAR * self.limit or not self.last.estimate.reruns):
                 return run
-        best, self.limit = self._best(), self.limit or 0
+        best = self._best()
+        assert self.limit is not None
         if best.peak > self.limit:
             warn(
                 f"rematplan: Inductor's code for {self.step.name} takes {show_bytes(best.peak)} by its own count, "
