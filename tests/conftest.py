@@ -1,6 +1,8 @@
 """Settings of all tests: one torch thread, since several test processes share the cores; a separate cache folder, so
 that tests neither read nor write the user's; and on CUDA the cuBLAS workspace for reproducible bits, set before
 cuBLAS is used. Inductor compiles in the test process, since each process of a pool loads PyTorch anew.
+It writes loops for no vector unit, or it would first compile programs to find what this machine has. PyTorch keeps
+that for the whole process, but not in the keys of its cache on disk: all tests and their subprocesses must agree.
 """
 
 import gc
@@ -30,12 +32,14 @@ from rematplan.models import (
     swin,
     unet,
 )
-from rematplan.runtime.graph.compat import functorch_config
+from rematplan.runtime.graph.compat import functorch_config, inductor_config
 
 torch.set_num_threads(1)
 gc.disable()  # until all is loaded
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # for subprocesses
+inductor_config.cpp.vec_isa_ok = False
 
 BLOCKS = (2, 2)
 """Of each stage: one that changes the shape, and one that does not."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="no C++ compiler"
 )
 QUICK = rematplan.Anneal(moves=3000)
-
-
-@pytest.fixture(autouse=True)
-def scalar_code() -> Iterator[None]:
-    """Inductor writes loops for no vector unit; otherwise it first compiles programs to find what this machine has."""
-    with inductor_config.patch({"cpp.vec_isa_ok": False}):
-        yield
 
 
 class Layer(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import config
 from torch.nn import functional
 
 import rematplan
@@ -25,14 +24,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def scalar_code() -> Iterator[None]:
-    """Inductor writes loops for no vector unit; otherwise it first compiles programs to find what this machine has, for
-    longer than all that these tests give it."""
-    with config.patch({"cpp.vec_isa_ok": False}):
-        yield
 
 
 class Net(nn.Module):
@@ -136,7 +127,6 @@ def test_without_symbolic_sizes_each_size_is_compiled() -> None:
     assert len({plan.budget for plan in backend.plans}) == 1
 
 
-@pytest.mark.usefixtures("scalar_code")
 def test_inductor_gets_the_same_plan() -> None:
     compiled, model, backend, plain = compiled_and_plain(2, compiler="inductor", budget="93%")
     model.eval()  # Inductor draws other random numbers than eager mode
@@ -162,7 +152,6 @@ def compiled_peak(model: nn.Module, x: Tensor, **options: Any) -> tuple[int, Any
     return resident + peak, backend
 
 
-@pytest.mark.usefixtures("scalar_code")
 def test_inductors_code_of_convolutions_keeps_the_budget() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -177,7 +166,6 @@ def test_inductors_code_of_convolutions_keeps_the_budget() -> None:
     assert backend.plans[0].estimate.reruns > 0
 
 
-@pytest.mark.usefixtures("scalar_code")
 def test_what_inductor_fuses_is_not_recomputed_for_the_budget() -> None:
     class Classes(nn.Module):
         """Eager mode holds the logarithms of probabilities and their gradients at once; Inductor fuses both."""
