@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,39 +31,34 @@ def own_error(
     """Return the exception that a forward raises in eager mode; None if it raises none, or only an error of
     TorchDynamo.
 
-    It runs on copies, without saved tensors unless it asks for one. The model and all random states are restored.
+    It runs on copies. The model and all random states are restored.
     """
-    asked: list[torch.Tensor] = []
-
-    def nothing(_: Any) -> torch.Tensor:
-        return torch.empty(0)
-
-    def missed(kept: torch.Tensor) -> torch.Tensor:
-        asked.append(kept)
-        return kept
-
-    found = _raised(model, forward, args, kwargs, saved_tensors_hooks(nothing, missed))
-    return _raised(model, forward, args, kwargs, nullcontext()) if found and asked else found
-
-
-def _raised(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    keeping: AbstractContextManager[Any],
-) -> Exception | None:
-    with keeping:
-        (error,) = eager_forwards(model, forward, args, kwargs, 1)
+    (error,) = eager_forwards(model, forward, args, kwargs, 1)
     # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
     return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
 
 
 def eager_forwards(
-    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], times: int
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    times: int,
+    *,
+    saving: bool = False,
 ) -> Iterator[Exception | None]:
     """Run a forward in eager mode on copies of tensors, and yield its exception, or None, after each run. Afterwards
-    all is restored."""
+    all is restored.
+
+    ``saving``: whether it saves tensors for a backward; otherwise only if it fails for want of one.
+    """
+    asked: list[torch.Tensor] = []
+
+    def missed(kept: torch.Tensor) -> torch.Tensor:
+        asked.append(kept)
+        return kept
+
+    saved = nullcontext() if saving else saved_tensors_hooks(_nothing, missed)
     with (
         warnings.catch_warnings(),
         same_buffers(model),
@@ -78,12 +73,21 @@ def eager_forwards(
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
             raised, objects = None, SameObjects(pytree.tree_leaves((args, kwargs)))
             try:
-                forward(*given, **named)
+                with saved:
+                    forward(*given, **named)
             except Exception as error:  # any error of the user's model
                 raised = error
             finally:
                 objects.restore()
+            if raised and asked:
+                break
             yield raised
+    if raised and asked:
+        yield from eager_forwards(model, forward, args, kwargs, times, saving=True)
+
+
+def _nothing(_: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
