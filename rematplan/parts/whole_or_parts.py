@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
 from rematplan.module.cached_plans import CachedPlans
+from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.find_modules import modules_of_names, modules_to_try
 from rematplan.parts.planned_parts import PlannedParts
+from rematplan.plans.held_by_others import GRADIENTS
 from rematplan.plans.options import UNSPLIT
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
+from rematplan.plans.replicas import HeldByReplica, in_replica
 from rematplan.plans.two_lane_plans import OFF
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call
-from rematplan.runtime.graph.compat import pytree
+from rematplan.runtime.graph.compat import pytree, replicating
 from rematplan.runtime.statistics.options import Kronecker
 
 
@@ -70,6 +74,7 @@ class WholeOrParts(Runner):
         """Run the model by its plan or the plans of its parts."""
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
+        self._count_replica(original.model)
         if self._is_whole:
             try:
                 return super().__call__(original, args, kwargs)
@@ -88,6 +93,7 @@ class WholeOrParts(Runner):
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments, or the plans of the parts, which takes a run of the model."""
+        self._count_replica(original.model)
         if self._is_whole:
             try:
                 return super().prepare(original, args, kwargs)
@@ -97,6 +103,19 @@ class WholeOrParts(Runner):
             if self._prepare_parts(original, args, kwargs):
                 self._note_prepared(original, args, kwargs)
         return None
+
+    def _count_replica(self, model: nn.Module) -> None:
+        """Let plans count what DDP holds, from the first call by DDP on. A saved plan, and the bytes that a percentage
+        already is, stay as they are, without it."""
+        options, wrapper = self.planner.options, replicating()
+        fixed = options.saved is not None or (self.has_plans and options.stated_budget().kind != "bytes")
+        if wrapper is None or fixed or (counted := in_replica(options, wrapper, model)) is options:
+            return
+        with LOCK.alone():
+            self.planner = replace(self.planner, options=counted)
+            self.plans = CachedPlans(self.asked.max_plans)
+            self.captures = self.captures.copy(with_shapes=False)
+            self.parts = self.parts and self.parts.of(self.planner)
 
     @property
     def _is_whole(self) -> bool:
@@ -162,7 +181,8 @@ class WholeOrParts(Runner):
         if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
             return
         uncounted = "what is outside of the model"
-        if not self.planner.options.reserved.items:
+        reserved = self.planner.options.reserved.items
+        if all(one == GRADIENTS or isinstance(one, HeldByReplica) for one in reserved):
             uncounted = f"the optimizer (reserved=[optimizer]) and {uncounted}"
         print(
             f"rematplan: {self.name} trains with a peak of {show_bytes(peak)} within "

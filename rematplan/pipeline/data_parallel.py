@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,11 +9,9 @@ import torch
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.plans.replicas import broadcast_bytes, bucket_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
-
-GLOO_THREADS = 2
-"""The threads of a gloo process group. Each may hold the buffers of its last operation until it begins the next one."""
 
 GLOO_SCALARS = 16
 """Bytes of the number by which gloo divides a sum to make a mean: as a double, and in the tensor's type."""
@@ -47,14 +44,8 @@ class DataParallel:
             return padding + sum(allocated(self._shard(p), device) for p in every)
         if self.replicas == 1:
             return 0
-        # All buffers of one type are broadcast in one copy before each forward, and a thread of gloo may free
-        # its last one late. Buckets are as large as the gradients.
-        copies: Counter[torch.dtype] = Counter()
-        for buffer in stage.module.buffers():
-            copies[buffer.dtype] += buffer.nbytes
-        sizes = [allocated(size, device) for size in copies.values()]
-        buckets = sum(allocated(p.nbytes, device) for p in stage.module.parameters() if p.requires_grad)
-        return buckets + sum(sizes) + GLOO_THREADS * max(sizes, default=0)
+        module = stage.module
+        return bucket_bytes(module.parameters(), device) + broadcast_bytes(module.buffers(), device)
 
     def reducing(self, stage: StageModule, device: torch.device) -> int:
         """Return the bytes by which FSDP2's reduction of gradients exceeds the gathered parameters and

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 
@@ -199,12 +200,12 @@ if not TYPE_CHECKING:  # a type checker would otherwise accept every name as an 
         return found
 
 
-def _name_in(module: ModuleType, *names: str) -> str:
-    """Return the first of ``names`` that is an attribute of ``module``; an error names them if none is."""
+def _name_in(module: ModuleType | type, *names: str) -> str:
+    """Return the first of ``names`` that a module or class has; an error names them if it has none."""
     for name in names:
         if hasattr(module, name):
             return name
-    raise _missing(f"module {module.__name__!r} has no attribute {' or '.join(map(repr, names))}")
+    raise _missing(f"{module.__name__!r} has no attribute {' or '.join(map(repr, names))}")
 
 
 COMPILING_FLAG = _name_in(torch.compiler, "_is_compiling_flag")
@@ -337,3 +338,15 @@ __all__ = [
     "tracing",
     "unset_fake_temporarily",
 ]
+_name_in(DistributedDataParallel, "_active_ddp_module")
+
+
+def replicating() -> DistributedDataParallel | None:
+    """Return the `DistributedDataParallel` whose forward runs now; None if none does."""
+    active: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
+    return active
+
+
+def replicated_parameters(wrapper: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients are reduced, if they have any."""
+    return list(wrapper._module_parameters)

@@ -31,6 +31,13 @@ def test_layers_that_are_sharded_one_by_one_are_planned_under_one_budget(tmp_pat
         assert out.splitlines() == [f"{name}: equal" for name in cases]
 
 
+def test_what_ddp_holds_is_within_a_budget_of_bytes(tmp_path: Path) -> None:
+    for out in said_by_both("replicas_worker.py", tmp_path):
+        assert out.splitlines() == [
+            f"{name}: kept" for name in ("in place", "a planned module", "views", "summed", "parts")
+        ]
+
+
 def test_ranks_that_get_other_plans_at_other_steps_have_the_weights_of_eager_mode(tmp_path: Path) -> None:
     said = said_by_both("refining_worker.py", tmp_path)
     changes, plans, weights = zip(*(out.strip().split("|") for out in said), strict=True)
