@@ -27,13 +27,7 @@ from rematplan.parts.live_bytes import LiveBytes
 from rematplan.parts.patched import Patches
 from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
-from rematplan.runtime.capture.flat_module import (
-    ArgumentLeaf,
-    ModuleTensor,
-    ResultTensor,
-    flattened_call,
-    tensors_in,
-)
+from rematplan.runtime.capture.flat_module import ResultTensor, flattened_call, tensors_in
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.restore_state import (
     SameObjects,
@@ -60,8 +54,6 @@ MIXED = (
     "another order"
 )
 TWICE = "its backward is differentiated again"
-PLACES = (ResultTensor, ArgumentLeaf, ModuleTensor)
-"""What stands for a tensor among the results of a captured forward."""
 UNKNOWN = 2
 """By how much the bytes of a rest count whose backward cannot be rehearsed."""
 
@@ -109,12 +101,12 @@ class EqualParts:
 
     @cached_property
     def learned(self) -> tuple[bool, ...]:
-        """For each tensor among the forward's results, whether it has a gradient."""
+        """For each leaf of the forward's results, whether it is a tensor that has a gradient."""
         found = self.capture.found
         results = pytree.tree_unflatten(list(found.constants), found.outputs)[0]
         tangents = {int(i.target) for i in found.step.inputs if i.kind == "tangent"}
-        places = (leaf for leaf in pytree.tree_leaves(results) if type(leaf) in PLACES)
-        return tuple(isinstance(leaf, ResultTensor) and leaf.at in tangents for leaf in places)
+        leaves = pytree.tree_leaves(results)
+        return tuple(isinstance(leaf, ResultTensor) and leaf.at in tangents for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -401,19 +393,20 @@ class Rehearsal:
         self._event("F", call)
         structure: list[Any] = []
 
-        def run() -> list[torch.Tensor]:
+        def run() -> list[tuple[torch.Tensor, bool]]:
             with self._live.paused():
                 leaves, spec = pytree.tree_flatten(original.forward(*args, **kwargs))
             structure[:] = leaves, spec
-            made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self._live.count(made)
+            every = zip(leaves, group.learned, strict=True)
+            made = [(leaf, has) for leaf, has in every if isinstance(leaf, torch.Tensor)]
+            self._live.count([leaf for leaf, _ in made])
             return made
 
         anchor = torch.zeros(0, requires_grad=True)
         self._anchors.append(anchor)
         given = tensors_in(flattened_call(args, kwargs)[0])
         began = partial(self._event, "B", call)
-        results = _Placeholder.apply(run, began, group.learned, anchor, *given)
+        results = _Placeholder.apply(run, began, anchor, *given)
         node = next((one.grad_fn for one in results if one.grad_fn is not None), None)
         self._nodes[node] = self._calls[call][0], group.reused
         made = iter(results)
@@ -433,27 +426,26 @@ class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[[], list[torch.Tensor]],
+        run: Callable[[], list[tuple[torch.Tensor, bool]]],
         began: Callable[[], None],
-        learned: tuple[bool, ...],
         anchor: torch.Tensor,
         *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         del anchor
         made = run()
-        ctx.began, ctx.held = began, [tensor.detach() for tensor in made]
+        ctx.began, ctx.held = began, [tensor.detach() for tensor, _ in made]
         ctx.save_for_backward(*given)
-        ctx.mark_non_differentiable(*(t for t, has in zip(made, learned, strict=True) if not has))
-        return tuple(made)
+        ctx.mark_non_differentiable(*(tensor for tensor, learned in made if not learned))
+        return tuple(tensor for tensor, _ in made)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
         del tangents
         ctx.began()
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[4:], strict=True)
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
         found = [torch.zeros_like(one) if needed else None for one, needed in wanted]
         ctx.held = None
-        return None, None, None, None, *found
+        return None, None, None, *found
 
 
 def _unsuitable(found: Found) -> str:

@@ -100,6 +100,32 @@ class Routing(Base):
         return made
 
 
+class Gate(nn.Module):
+    """A part that returns numbers in addition to tensors: those of rows of each expert, and one of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, experts: int) -> tuple[int, list[int], Tensor, Tensor]:
+        gates, chosen = functional.softmax(self.score(x).tanh(), dim=1).max(1)
+        return experts, functional.one_hot(chosen, experts).sum(0).tolist(), chosen.argsort(), gates
+
+
+class Counting(Base):
+    """A router that splits sorted rows by the numbers of its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def body(self, x: Tensor) -> Tensor:
+        _, counts, order, gates = self.gate(x, len(self.blocks))
+        rows = x[order].split(counts)
+        found = torch.cat([expert(one) for expert, one in zip(self.blocks, rows, strict=True)])
+        return torch.zeros_like(x).index_add(0, order, found * gates[order, None])
+
+
 class Tail(Base):
     """One part that runs several times with the same weights; the loss is outside."""
 
@@ -216,7 +242,7 @@ class Sparse(Matching):
         return x
 
 
-MODELS = (Dropping, Matching, Routing, Tail, Settings, Sparse)
+MODELS = (Dropping, Matching, Routing, Counting, Tail, Settings, Sparse)
 
 ASKED: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
 in_parts = partial(rematplan.apply, **ASKED)
