@@ -61,9 +61,13 @@ class StepUse:
         self.maker = {r: c for c in step.calls for r in c.results if r}
         self.allocator = {s: c for c in step.calls for s in step.writes(c)}
         self.position = {c.name: at for at, c in enumerate(step.calls)}
+        self.written = {c.name: step.writes(c) for c in step.calls}
+        self.touched: dict[str, tuple[str, ...]] = {}  # values that a call reads and makes
         self.readers: dict[str, list[Call]] = {}
         for call in step.calls:
-            for value in dict.fromkeys(r.value for r in refs((call.args, call.kwargs))):
+            read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
+            self.touched[call.name] = (*read, *filter(None, call.results))
+            for value in read:
                 self.readers.setdefault(value, []).append(call)
         self.outputs = {step.values[o.value].storage for o in step.outputs}
 
@@ -241,9 +245,7 @@ class _Growth:
         before, kept = self.states, dict(self.states)
         self.states = kept
         try:
-            for value in dict.fromkeys(
-                [*(r.value for r in refs((call.args, call.kwargs))), *filter(None, call.results)]
-            ):
+            for value in self.use.touched[call.name]:
                 self._reach(value)
             return None if (found := self._accepted(call)) is None else {**kept, **found}
         finally:
@@ -264,7 +266,7 @@ class _Growth:
         """Return the storages that calls make and that only they read, in parts, without outputs of the step."""
         found = set()
         for name in calls:
-            for storage in self.step.writes(self.step.call[name]):
+            for storage in self.use.written[name]:
                 readers = self.use.readers_of_storage.get(storage, ())
                 parts = all(c.name in calls and self._has_axis(v) for v, c in readers)
                 if readers and parts and storage not in self.use.outputs:
@@ -273,11 +275,9 @@ class _Growth:
 
     def _crossing(self, calls: set[str]) -> int:
         """Return the bytes of the storages that have the axis and cross the border of the region with these calls."""
-        inner, crossing = self._inner(calls), set()
+        inner, crossing = self._inner(calls), set[str]()
         for name in calls:
-            call = self.step.call[name]
-            values = [*(r.value for r in refs((call.args, call.kwargs))), *filter(None, call.results)]
-            crossing |= {self.step.values[v].storage for v in values if self._has_axis(v)}
+            crossing.update(self.step.values[v].storage for v in self.use.touched[name] if self._has_axis(v))
         return sum(self.step.storage_bytes[s] for s in crossing - inner)
 
     @cached_property
