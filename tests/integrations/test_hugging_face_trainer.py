@@ -47,6 +47,10 @@ def samples(count: int = 64) -> list[dict[str, list[int]]]:
     return [{"input_ids": text, "labels": text} for text in texts]
 
 
+ONE_LENGTH = {"train_dataset": [one for one in samples(512) if len(one["input_ids"]) == 9]}
+"""For tests in which other lengths, and so further captures, show nothing more."""
+
+
 def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """A batch of the length of its longest text."""
     longest = max(len(one["input_ids"]) for one in batch)
@@ -59,7 +63,8 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def trainer(folder: Path, model: nn.Module, callbacks: list[Any], **settings: Any) -> Any:
-    more = {key: settings.pop(key) for key in ("compute_loss_func", "model_init") if key in settings}
+    given = ("compute_loss_func", "model_init", "train_dataset")
+    more = {"train_dataset": samples()} | {key: settings.pop(key) for key in given if key in settings}
     args = transformers.TrainingArguments(
         str(folder),
         **{
@@ -73,15 +78,9 @@ def trainer(folder: Path, model: nn.Module, callbacks: list[Any], **settings: An
         }
         | settings,
     )
-    given = {} if "model_init" in more else {"model": model}
+    more |= {} if "model_init" in more else {"model": model}
     return transformers.Trainer(
-        args=args,
-        train_dataset=samples(),
-        eval_dataset=samples(8),
-        data_collator=padded,
-        callbacks=callbacks,
-        **given,
-        **more,
+        args=args, eval_dataset=samples(8), data_collator=padded, callbacks=callbacks, **more
     )
 
 
@@ -160,7 +159,7 @@ def test_evaluation_may_generate(tmp_path: Path) -> None:
         trained = transformers.Seq2SeqTrainer(
             transformers.T5ForConditionalGeneration(config),
             args,
-            train_dataset=samples(),
+            **ONE_LENGTH,
             eval_dataset=samples(8),
             data_collator=padded,
             callbacks=callbacks,
@@ -184,7 +183,7 @@ def test_the_trainers_optimizer_counts(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_training_resumes_and_saved_names_are_the_models(tmp_path: Path) -> None:
-    half = {"save_strategy": "steps", "save_steps": STEPS // 2}
+    half = {"save_strategy": "steps", "save_steps": STEPS // 2, **ONE_LENGTH}
     plain = run(tmp_path / "plain", network(), [], **half)
     run(tmp_path / "planned", network(), [callback()], **half)
     resumed = trainer(tmp_path / "planned", network(), [callback()], **half)
@@ -208,7 +207,7 @@ def test_what_is_pushed_to_the_hub_has_the_models_names(
             pushed.append(folder_path)
 
     monkeypatch.setattr(budgets.trainer, "hf_api", Hub)
-    once = {"max_steps": 2, "hub_model_id": "someone/model"}
+    once = {"max_steps": 2, "hub_model_id": "someone/model", **ONE_LENGTH}
     run(tmp_path, network(), [callback()], **once).push_to_hub()
     loaded, info = transformers.GPT2LMHeadModel.from_pretrained(pushed[0], output_loading_info=True)
     assert list(loaded.state_dict()) == list(network().state_dict())
@@ -223,7 +222,7 @@ def test_adapters_on_a_frozen_base_are_planned(tmp_path: Path) -> None:
         model: nn.Module = peft.get_peft_model(network(), lora)
         return model
 
-    plain, planned = run(tmp_path, adapted(), []), run(tmp_path, adapted(), [callback()])
+    plain, planned = (run(tmp_path, adapted(), found, **ONE_LENGTH) for found in ([], [callback()]))
     assert same(results(planned), results(plain))
     assert any(plan.estimate.reruns for plan in rematplan.planning(planned.model).plans)
 
@@ -235,7 +234,7 @@ def test_a_smaller_batch_is_planned_again(tmp_path: Path) -> None:
             raise RuntimeError("CUDA out of memory.")
         return summed(outputs, labels, num_items_in_batch)
 
-    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True, **ONE_LENGTH}
     sizes: list[int] = []
     plain, planned = (
         run(tmp_path, network(), callbacks, **settings, compute_loss_func=short_of_memory)
@@ -268,9 +267,9 @@ def checkpointing(spelling: str, keywords: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("_enabled")
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_budget_may_stand_for_checkpointing(spelling: str, tmp_path: Path) -> None:
-    plain = run(tmp_path, network(), [])
+    plain = run(tmp_path, network(), [], **ONE_LENGTH)
     keywords = {"budget": "85%", "use_reentrant": False, **QUICK}
-    planned = run(tmp_path, network(), [], **checkpointing(spelling, keywords))
+    planned = run(tmp_path, network(), [], **checkpointing(spelling, keywords), **ONE_LENGTH)
     assert same(results(planned), results(plain))
     assert rematplan.planning(planned.model).plans
     assert planned.model.forward.asked.options.reserved.items == (planned.optimizer.optimizer,)
@@ -306,8 +305,8 @@ def test_wrong_keywords_are_refused(keywords: dict[str, Any], message: str, tmp_
 
 
 def test_a_part_is_planned_by_its_name(tmp_path: Path) -> None:
-    plain = run(tmp_path, network(), [])
-    planned = run(tmp_path, network(), [callback(module="transformer")])
+    plain = run(tmp_path, network(), [], **ONE_LENGTH)
+    planned = run(tmp_path, network(), [callback(module="transformer")], **ONE_LENGTH)
     assert same(results(planned), results(plain))
     assert "forward" in vars(planned.model.transformer)
     with pytest.raises(UsageError, match="has no module 'layers'; it has transformer, lm_head"):
