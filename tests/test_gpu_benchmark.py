@@ -17,6 +17,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., object
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("gc.collect", int)  # of all that other tests have loaded: a second for each network
 
     def with_arguments(*arguments: str) -> object:
         monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])

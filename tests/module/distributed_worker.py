@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 
-STEPS = 20
+STEPS = 6
 SETTINGS = {"budget": "92%", "strategy": "approx_dp", "costs": "roofline"}
 
 

@@ -20,7 +20,7 @@ def said_by_both(worker: str, folder: Path) -> list[str]:
     return [one.out for one in both]
 
 
-def test_twenty_steps_in_two_processes_have_equal_losses_and_weights(tmp_path: Path) -> None:
+def test_steps_in_two_processes_have_equal_losses_and_weights(tmp_path: Path) -> None:
     for out in said_by_both("distributed_worker.py", tmp_path):
         assert out.splitlines() == [f"{how}: equal" for how in WAYS]
 
