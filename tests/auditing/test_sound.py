@@ -336,41 +336,22 @@ def test_a_caller_in_autocast() -> None:
 @pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
 def test_checkpointing_of_transformers_is_sound(name: str, reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    config, model_class = {
-        "Llama": (
-            transformers.LlamaConfig(
-                vocab_size=64,
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-            ),
-            transformers.LlamaForCausalLM,
-        ),
-        "Bert": (
-            transformers.BertConfig(
-                vocab_size=64,
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-            ),
-            transformers.BertForMaskedLM,
-        ),
-        "T5": (
-            transformers.T5Config(
-                vocab_size=64,
-                d_model=16,
-                d_ff=32,
-                d_kv=8,
-                num_layers=2,
-                num_heads=2,
-                decoder_start_token_id=0,
-            ),
-            transformers.T5ForConditionalGeneration,
-        ),
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    of_t5 = {
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_model": 16,
+        "d_ff": 32,
+        "d_kv": 8,
+        "decoder_start_token_id": 0,
+    }
+    kind, sizes = {
+        "Llama": ("LlamaForCausalLM", layers),
+        "Bert": ("BertForMaskedLM", layers),
+        "T5": ("T5ForConditionalGeneration", of_t5),
     }[name]
-    model = model_class(config).train()
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes)
+    model = getattr(transformers, kind)(config).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
     found = audit(model, (), {"input_ids": ids, "labels": ids}, plan=False)

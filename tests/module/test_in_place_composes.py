@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from same_bits import saved
+from same_bits import same_leaves, saved
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 import rematplan
@@ -306,14 +305,6 @@ def in_parts(model: nn.Module) -> nn.Module:
     return in_place(model, "95%", [name for name, part in model.named_modules() if isinstance(part, Layer)])
 
 
-def same(one: Any, other: Any) -> bool:
-    leaves, of = pytree.tree_flatten(one)
-    others, of_others = pytree.tree_flatten(other)
-    return of == of_others and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(leaves, others, strict=True)
-    )
-
-
 def results(run: Run, prepare: Prepare) -> tuple[nn.Module, list[Any]]:
     model, given = run(prepare)
     return model, [*given, model.state_dict(), torch.get_rng_state()]
@@ -329,5 +320,5 @@ def eager_results(run: Run) -> list[Any]:
 )
 def test_twenty_steps_are_those_of_eager_mode(name: str, prepare: Prepare) -> None:
     planned, given = results(RUNS[name], prepare)
-    assert same(given, eager_results(RUNS[name]))
+    assert same_leaves(given, eager_results(RUNS[name]))
     assert any(plan.estimate.reruns for plan in rematplan.planning(planned).plans)

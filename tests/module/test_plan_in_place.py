@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from same_bits import saved
+from same_bits import same_leaves, saved
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
@@ -44,14 +43,6 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-def same(one: Any, other: Any) -> bool:
-    leaves, of = pytree.tree_flatten(one)
-    others, of_others = pytree.tree_flatten(other)
-    return of == of_others and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(leaves, others, strict=True)
-    )
 
 
 def batch(at: int = 0, n: int = 32) -> tuple[Tensor, Tensor]:
@@ -98,7 +89,7 @@ def test_it_is_the_same_object() -> None:
     assert list(model.state_dict()) == list(before.state_dict())
     assert inspect.signature(model.forward) == inspect.signature(before.forward)
     assert not hasattr(model.forward, "__wrapped__")
-    assert same(trained(rematplan.remove(model), plain_step, 2), trained(before, plain_step, 2))
+    assert same_leaves(trained(rematplan.remove(model), plain_step, 2), trained(before, plain_step, 2))
     assert vars(model).keys() == vars(before).keys()
 
 
@@ -107,7 +98,7 @@ def test_a_model_with_a_refused_budget_trains_after_it_is_removed() -> None:
     model, plain = planned_in_place(net(), budget="1KiB"), net()
     with pytest.raises(InfeasibleBudget):
         model(*batch())
-    assert same(trained(rematplan.remove(model), plain_step, 2), trained(plain, plain_step, 2))
+    assert same_leaves(trained(rematplan.remove(model), plain_step, 2), trained(plain, plain_step, 2))
 
 
 def test_nothing_is_planned_before_the_first_training_call() -> None:
@@ -157,9 +148,9 @@ def test_a_copy_is_planned_by_itself(twin_of: Callable[[nn.Module], nn.Module], 
     twin = twin_of(model)
     assert twin.forward.__self__ is twin
     assert rematplan.planning(twin).plans == ()
-    assert same(trained(twin, plain_step, 3), trained(copy.deepcopy(plain), plain_step, 3))
+    assert same_leaves(trained(twin, plain_step, 3), trained(copy.deepcopy(plain), plain_step, 3))
     assert len(rematplan.planning(twin).plans) == 1
-    assert same(model.state_dict(), plain.state_dict())
+    assert same_leaves(model.state_dict(), plain.state_dict())
 
 
 def test_a_later_patch_of_the_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +163,7 @@ def test_a_later_patch_of_the_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -
     trained(model, plain_step, 2)
     trained(other, plain_step, 2)
     monkeypatch.setattr(Net, "forward", doubled)
-    assert same(trained(model, plain_step, 2), trained(other, plain_step, 2))
+    assert same_leaves(trained(model, plain_step, 2), trained(other, plain_step, 2))
 
 
 def test_a_library_may_wrap_its_function_or_itself() -> None:
@@ -185,12 +176,12 @@ def test_a_library_may_wrap_its_function_or_itself() -> None:
 
     model, plain = wrapped(planned_in_place(net())), wrapped(net())
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    assert same(trained(model, plain_step, 3), trained(plain, plain_step, 3))
+    assert same_leaves(trained(model, plain_step, 3), trained(plain, plain_step, 3))
     twin = copy.deepcopy(model)
-    assert same(trained(twin, plain_step, 2), trained(copy.deepcopy(plain), plain_step, 2))
+    assert same_leaves(trained(twin, plain_step, 2), trained(copy.deepcopy(plain), plain_step, 2))
     assert len(rematplan.planning(twin).plans) == 1
     rematplan.remove(model)
-    assert same(trained(model, plain_step, 2), trained(plain, plain_step, 2))
+    assert same_leaves(trained(model, plain_step, 2), trained(plain, plain_step, 2))
 
 
 def test_a_planned_model_in_a_wrapper_is_found() -> None:
@@ -214,7 +205,7 @@ def test_it_is_a_part_of_another_planned_module() -> None:
     planned = rematplan.plan_module(outer, (x,), budget="100%", strategy="approx_dp", costs="roofline")
     for one in (planned, plain):
         one(x).sum().backward()
-    assert same([p.grad for p in outer.parameters()], [p.grad for p in plain.parameters()])
+    assert same_leaves([p.grad for p in outer.parameters()], [p.grad for p in plain.parameters()])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -228,7 +219,7 @@ def test_a_shallow_copy_is_refused_until_it_is_planned_itself(training: bool) ->
     for one in (twin, net().train(training)):
         torch.manual_seed(1)
         found.append(one(*batch())["logits"])
-    assert same(*found)
+    assert same_leaves(*found)
     assert twin.forward.__self__ is twin
     assert model.forward.__self__ is model
     assert len(rematplan.planning(twin).plans) == training

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import rematplan
 
@@ -26,6 +27,15 @@ def saved(model: nn.Module) -> nn.Module:
 def same(a: nn.Module, b: nn.Module) -> bool:
     return list(a.state_dict()) == list(b.state_dict()) and all(
         map(torch.equal, a.state_dict().values(), b.state_dict().values())
+    )
+
+
+def same_leaves(one: Any, other: Any) -> bool:
+    """Whether both have one structure and equal tensors, numbers and other objects in it."""
+    leaves, of = pytree.tree_flatten(one)
+    others, of_others = pytree.tree_flatten(other)
+    return of == of_others and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(leaves, others, strict=True)
     )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,8 @@ import rematplan
 from rematplan.runtime.statistics.factors import Statistics
 
 SETTINGS: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline"}
+pytestmark = pytest.mark.usefixtures("double")
 EXACT = 1e-12
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:

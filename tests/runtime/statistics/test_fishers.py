@@ -1,7 +1,7 @@
 """The kinds of Fisher matrix: labels that the model draws, the exact Hessian of the loss, the user's own loss."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,8 @@ from rematplan.runtime.costs import profile
 from rematplan.runtime.statistics.factors import Statistics
 from rematplan.runtime.statistics.fisher_output_gradients import Draws
 
+pytestmark = pytest.mark.usefixtures("double")
 SETTINGS: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline"}
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def taken(

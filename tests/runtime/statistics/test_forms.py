@@ -1,6 +1,6 @@
 """Layers are found by what their gradients are made of, however they are written."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,8 @@ from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.statistics.factors import Statistics
 
 SETTINGS: dict[str, Any] = {"budget": "1GiB", "strategy": "store_all", "costs": "roofline"}
+pytestmark = pytest.mark.usefixtures("double")
 N, T, D, E = 3, 5, 4, 6
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def statistics(model: nn.Module, *args: Tensor, **options: Any) -> Statistics:
