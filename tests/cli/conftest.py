@@ -74,14 +74,8 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 "plan",
                 *VGG,
-                "--costs",
-                "t4",
-                "--budget",
-                "100%",
-                "--quiet",
-                "--strategy",
-                "store_all",
-                "--problem-out",
+                *("--costs", "t4", "--budget", "100%", "--quiet", "--strategy", "store_all"),
+                *("--problem-out",),
                 str(path),
             ]
         )

@@ -76,9 +76,9 @@ def test_a_refusal_does_not_outlive_the_plan_that_fits() -> None:
     least = least_plan(ChenSqrt(), graph, kind="least")
     with pytest.raises(InfeasibleBudget):
         plan_within(ChenSqrt(), graph, least.estimate.peak - 1, store=store)
-    smaller = least_plan(Auto(time_limit=0.2), graph, kind="least", store=store)
+    smaller = least_plan(Auto(time_limit=0.1), graph, kind="least", store=store)
     assert smaller.estimate.peak < least.estimate.peak
-    plan = plan_within(Auto(time_limit=0.2), graph, smaller.estimate.peak, store=store)
+    plan = plan_within(Auto(time_limit=0.1), graph, smaller.estimate.peak, store=store)
     assert plan.estimate.peak <= smaller.estimate.peak
 
 

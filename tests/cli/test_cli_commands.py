@@ -109,7 +109,10 @@ def test_curve_leaves_out_strategies_for_which_the_problem_is_too_large(call, re
 def test_curve_measures_plans(call, tmp_path) -> None:
     points, png = tmp_path / "c.csv", tmp_path / "c.png"
     strategies = ("--strategy", "store_all", "--strategy", "auto")
-    said = call("curve", *SMALL, *strategies, "--measure", "--csv", points, "--png", png, "--json").data
+    budgets = ("--budget", "80%", "--budget", "min")
+    said = call(
+        "curve", *SMALL, *strategies, *budgets, "--measure", "--csv", points, "--png", png, "--json"
+    ).data
     assert said["measured"][0]["strategy"] == "store_all"
     for one in said["measured"]:
         assert one["measured_peak"] == pytest.approx(one["peak"], rel=0.03)
@@ -176,8 +179,9 @@ def test_step_refuses_a_budget_below_the_smallest_peak(call, refused) -> None:
     refused(result, 3)
 
 
+@pytest.mark.usefixtures("few_blocks")
 def test_demo_writes_files_and_verifies(call, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(demo, "TIME_LIMIT", 0.3)
+    monkeypatch.setattr(demo, "TIME_LIMIT", 0.1)
     result = call("demo", "--small", "--folder", tmp_path / "demo")
     assert result.status == 0, result.err
     assert result.out.count("bit-equal") == 2

@@ -56,13 +56,7 @@ def test_devices_lists_all_models_and_each_can_be_used(call) -> None:
         assert f"{device['gigabytes_a_second']:g}" in table
         assert (
             call(
-                "plan",
-                "vgg19",
-                "--dim",
-                "width=2",
-                "--dim",
-                "image=32",
-                "--costs",
+                *("plan", "vgg19", "--dim", "width=2", "--dim", "image=32", "--costs"),
                 device["name"],
                 "--budget",
                 "100%",
@@ -107,17 +101,8 @@ def test_cache_lists_and_clears(call, tmp_path, monkeypatch) -> None:
 
 def test_step_states_the_loss_it_added_and_the_baseline_of_its_time(call) -> None:
     small = (
-        "vgg19",
-        "--dim",
-        "batch=2",
-        "--dim",
-        "image=32",
-        "--dim",
-        "width=2",
-        "--budget",
-        "100%",
-        "--strategy",
-        "store_all",
+        *("vgg19", "--dim", "batch=2", "--dim", "image=32", "--dim", "width=2", "--budget", "100%"),
+        *("--strategy", "store_all"),
     )
     said = call("step", *small, "--steps", "1").out
     assert "the loss is cross_entropy" in said
@@ -126,20 +111,14 @@ def test_step_states_the_loss_it_added_and_the_baseline_of_its_time(call) -> Non
     assert "the loss is" not in call("step", *small, "--steps", "1", "--loss", "mse").out
 
 
+@pytest.mark.usefixtures("few_blocks")
 def test_step_predicts_the_errors_of_inverses(call) -> None:
     """With a ReLU in every coupling."""
     small = ("revnet38", "--dim", "batch=2", "--dim", "image=32", "--dim", "width=8")
     said = call(
         "step",
         *small,
-        "--inverses",
-        "--verify",
-        "--budget",
-        "min",
-        "--strategy",
-        "reversible",
-        "--steps",
-        "1",
+        *("--inverses", "--verify", "--budget", "min", "--strategy", "reversible", "--steps", "1"),
     )
     text = " ".join(said.out.split())
     assert said.status == 0

@@ -23,7 +23,7 @@ def small(**sizes: int) -> tuple[str, ...]:
 
 
 SMALL = small()
-LIMIT = ("--microbatches", "4", "-S", "time_limit=0.3")
+LIMIT = ("--microbatches", "4", "-S", "time_limit=0.1")
 FOUR = (*SMALL, *LIMIT)
 
 
@@ -267,17 +267,8 @@ def test_wrong_arguments_are_refused_in_one_line(call, more, text) -> None:
 
 def test_tied_weights_are_refused_by_name(call) -> None:
     small = (
-        "gpt12",
-        "--dim",
-        "depth=2",
-        "--dim",
-        "width=32",
-        "--dim",
-        "tokens=8",
-        "--dim",
-        "batch=1",
-        "--costs",
-        "roofline",
+        *("gpt12", "--dim", "depth=2", "--dim", "width=32", "--dim", "tokens=8", "--dim", "batch=1"),
+        *("--costs", "roofline"),
     )
     done = call("pipeline", *small, "--stages", "2", "--microbatches", "2", "--budget", "1GiB")
     assert done.status == 2
@@ -287,7 +278,7 @@ def test_tied_weights_are_refused_by_name(call) -> None:
 def test_an_onnx_file_is_divided_into_stages(call, tmp_path) -> None:
     path = tmp_path / "r.onnx"
     call("export", "resnet18", "--dim", "image=32", "--dim", "width=8", "-o", path)
-    more = ("--dim", "batch=2", "--costs", "roofline", "-S", "time_limit=0.3", "--microbatches", "4")
+    more = ("--dim", "batch=2", "--costs", "roofline", "-S", "time_limit=0.1", "--microbatches", "4")
     said = call("pipeline", path, *more, "--stages", 2, "--budget", "1GiB", "--json").data
     assert len(said["names"]) == 1
     assert said["names"][0]
@@ -323,12 +314,7 @@ def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
         8,
         "--stages",
         2,
-        "--link",
-        "50us",
-        "--schedule",
-        "dataflow",
-        "-S",
-        "time_limit=0.3",
+        *("--link", "50us", "--schedule", "dataflow", "-S", "time_limit=0.1"),
     )
     ample = call("pipeline", "revvit_s", *sizes, *more, "--budget", "1GiB", "--json").data
     tight = call("pipeline", "revvit_s", *sizes, *more, "--budget", "80%", "--json")
@@ -356,7 +342,7 @@ def test_the_last_rank_holds_the_models_outputs_of_all_microbatches(call) -> Non
         "--costs",
         "roofline",
         "-S",
-        "time_limit=0.3",
+        "time_limit=0.1",
         "--stages",
         2,
         "--cuts",

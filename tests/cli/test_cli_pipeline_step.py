@@ -12,24 +12,15 @@ from rematplan.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (
-    "vit_s",
-    "--dim",
-    "depth=3",
-    "--dim",
-    "width=16",
-    "--dim",
-    "image=32",
-    "--dim",
-    "classes=5",
-    "--dim",
-    "batch=2",
+    *("vit_s", "--dim", "depth=3", "--dim", "width=16", "--dim", "image=32", "--dim", "classes=5"),
+    *("--dim", "batch=2"),
 )
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pipeline") / "pipe.json"
-    more = ("--stages", "2", "--microbatches", "3", "--budget", "1GiB", "-S", "time_limit=0.3")
+    more = ("--stages", "2", "--microbatches", "3", "--budget", "1GiB", "-S", "time_limit=0.1")
     assert main(["pipeline", *SIZES, *more, "--quiet", "-o", str(path)]) == 0
     return path
 
@@ -46,7 +37,7 @@ def ranks_of(file: Path, processes: int) -> list[dict]:
     ]
     program = [sys.executable, "-m", "rematplan", "pipeline-step", str(file), "--verify", "--json"]
     done = subprocess.run(
-        [sys.executable, *command, *program, "-S", "time_limit=0.3"],
+        [sys.executable, *command, *program, "-S", "time_limit=0.1"],
         capture_output=True,
         text=True,
         cwd=ROOT,

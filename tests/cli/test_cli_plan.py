@@ -66,14 +66,7 @@ def test_an_onnx_file_gives_a_plan_and_a_problem_file(call, checker, onnx_file, 
         *(
             "plan",
             onnx_file,
-            "--dim",
-            "batch=16",
-            "--costs",
-            "a100",
-            "--budget",
-            "85%",
-            "--strategy",
-            "exact_dp",
+            *("--dim", "batch=16", "--costs", "a100", "--budget", "85%", "--strategy", "exact_dp"),
         ),
         *("-o", plan, "--problem-out", problem, "--json"),
     )
@@ -95,13 +88,7 @@ def test_split_sums_to_the_peak(call) -> None:
 def test_the_table_lists_the_memory_by_kind(call) -> None:
     result = call("plan", *UNET, "--budget", "80%")
     for words in (
-        "parameters",
-        "buffers",
-        "batch",
-        "activations",
-        "gradients",
-        "workspace",
-        "overhead",
+        *("parameters", "buffers", "batch", "activations", "gradients", "workspace", "overhead"),
         "no recompute",
     ):
         assert words in result.out

@@ -316,7 +316,7 @@ def test_the_longest_sample_must_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (found.longest, found.samples, found.longer_than(16), found.longer_than(32)) == (32, 4, 3, 0)
     sizes = [one for one in TINY if "tokens" not in one]
     stated = [*sizes, "--optimizer", "sgd", "--costs", "laptop-cpu", "--lengths", str(file)]
-    assert main(["fit", "gpt12", "--memory", "2MB", *stated]) == 0
+    assert main(["fit", "gpt12", "--memory", "400kB", *stated]) == 0
     assert "the longest of 4 samples has tokens 32" in capsys.readouterr().out
     assert main(["fit", "gpt12", "--memory", "200kB", *stated, "--vary", "tokens", "--json"]) in (0, 1)
     shown = json.loads(capsys.readouterr().out)

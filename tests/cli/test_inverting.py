@@ -65,7 +65,7 @@ def captured(wide: int) -> tuple[TrainingGraph, TrainingGraph]:
 
 @cache
 def searched_without(wide: int, budget: int) -> float:
-    return Auto(time_limit=0.2).plan(problems(wide)[0], budget).estimate.cost
+    return Auto(time_limit=0.1).plan(problems(wide)[0], budget).estimate.cost
 
 
 @pytest.mark.parametrize("wide", [1, 8])
@@ -78,7 +78,7 @@ def test_plans_with_inverses_are_never_worse(wide: int, budget: str) -> None:
     except InfeasibleBudget:
         without = float("inf")
     # In less time than that search had, of which nothing is known here but what it left on disk.
-    graph, plan = plan_either(Auto(time_limit=0.2), plain, inverted, parse_budget(budget))
+    graph, plan = plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget(budget))
     assert plan.estimate.peak <= amount
     assert plan.estimate.cost <= without
     assert graph in (plain, inverted)
@@ -87,19 +87,19 @@ def test_plans_with_inverses_are_never_worse(wide: int, budget: str) -> None:
 
 def test_the_plan_without_inverses_is_taken_if_it_recomputes_nothing() -> None:
     plain, inverted = problems()
-    graph, plan = plan_either(Auto(time_limit=0.2), plain, inverted, parse_budget("100%"))
+    graph, plan = plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget("100%"))
     assert graph is plain
     assert plan.estimate.overhead == 0
     least = no_recompute(inverted).estimate.peak
     with pytest.raises(InfeasibleBudget) as error:
-        plan_either(Auto(time_limit=0.2), plain, inverted, parse_budget("1000B"))
+        plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget("1000B"))
     assert 1000 < error.value.smallest < least
 
 
 def test_the_smallest_peak_is_no_larger_with_inverses() -> None:
     plain, inverted = problems()
-    least = least_plan(Auto(time_limit=0.2), plain, kind="least").estimate.peak
-    graph, plan = plan_either(Auto(time_limit=0.2), plain, inverted, parse_budget("least"))
+    least = least_plan(Auto(time_limit=0.1), plain, kind="least").estimate.peak
+    graph, plan = plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget("least"))
     assert plan.estimate.peak <= least
     assert graph is inverted
 
@@ -122,7 +122,7 @@ def test_plan_module_inverts_if_it_saves_time_and_loads_such_plans(
     torch.manual_seed(0)
     model, x = Couplings(depth), torch.randn(64, 16)
     options: dict[str, Any] = {"inverses": True, "costs": "roofline"}
-    chosen = rematplan.Auto(time_limit=0.2) if strategy == "auto" else strategy
+    chosen = rematplan.Auto(time_limit=0.1) if strategy == "auto" else strategy
     planned = rematplan.plan_module(model, (x,), budget=budget, strategy=chosen, **options)
     rematplan.save_plan(planned.plan, tmp_path / "plan.json")
     inverts = any(name.startswith("invert_") for name in runs_of(planned.plan.schedule))
@@ -144,17 +144,17 @@ def test_the_budget_min_is_the_smaller_peak_of_inverting_and_recomputing() -> No
     model, x = Couplings(12), torch.randn(64, 16)
     options: dict[str, Any] = {"inverses": True, "costs": "roofline", "budget": "min"}
     inverting = rematplan.plan_module(model, (x,), strategy="reversible", **options)
-    either = rematplan.plan_module(model, (x,), strategy=rematplan.Auto(time_limit=0.2), **options)
+    either = rematplan.plan_module(model, (x,), strategy=rematplan.Auto(time_limit=0.1), **options)
     assert either.plan.peak <= inverting.plan.peak
 
 
 def test_the_command_line_plans_with_inverses(call: Callable[..., Any], tmp_path: Path) -> None:
     model = zoo_arguments("revvit_s", image=64, width=32, batch=8, depth=2)
     for budget in ("100%", "85%"):
-        without = call("plan", *model, "--budget", budget, "-S", "time_limit=0.2", "--json").data
+        without = call("plan", *model, "--budget", budget, "-S", "time_limit=0.1", "--json").data
         options = (*model, "--inverses", "--json")
         path = tmp_path / "plan.json"
-        found = call("plan", *options, "--budget", budget, "-S", "time_limit=0.2", "-o", path).data
+        found = call("plan", *options, "--budget", budget, "-S", "time_limit=0.1", "-o", path).data
         assert found["budget"] == without["budget"]
         assert found["cost"] <= without["cost"]
         run = call("step", *options, "--plan", path, "--verify", "--steps", "1")

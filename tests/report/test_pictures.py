@@ -70,16 +70,8 @@ def test_the_axis_is_cut_where_one_small_budget_would_flatten_all_else(
 def test_a_comparison_says_which_rows_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "c.png"
     network = [
-        "unet",
-        "--dim",
-        "batch=4",
-        "--dim",
-        "image=64",
-        "--dim",
-        "width=8",
-        "--costs",
-        "roofline",
-        "--no-run",
+        *("unet", "--dim", "batch=4", "--dim", "image=64", "--dim", "width=8", "--costs", "roofline"),
+        *("--no-run",),
     ]
     assert main(["compare", *network, "--budget", "80%", "-S", "time_limit=0.2", "--png", str(png)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
