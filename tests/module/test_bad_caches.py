@@ -44,7 +44,7 @@ def trained(caplog: pytest.LogCaptureFixture) -> list[str]:
             (X,),
             budget="90% of activations",
             refine=False,
-            strategy=rematplan.Auto(time_limit=0.3),
+            strategy=rematplan.Auto(time_limit=0.1),
         )
         model(X).square().mean().backward()
     plain(X).square().mean().backward()

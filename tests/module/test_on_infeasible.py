@@ -99,7 +99,7 @@ def test_a_later_call_raises_where_that_is_asked_for() -> None:
     step(planned, 256)
 
 
-@pytest.mark.parametrize(("kind", "options"), [(ApproxDP, {}), (Auto, {"strategy": Auto(time_limit=0.2)})])
+@pytest.mark.parametrize(("kind", "options"), [(ApproxDP, {}), (Auto, {"strategy": Auto(time_limit=0.1)})])
 def test_no_call_searches_again_for_what_was_not_found(
     kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,7 @@ def test_accumulation_keeps_to_the_bytes_that_the_warning_states(how: str) -> No
         assert sum(t.nbytes for t in held) + above <= needed
 
 
-@pytest.mark.parametrize("strategy", [Auto(time_limit=0.2), rematplan.ILP(time_limit=0.2)])
+@pytest.mark.parametrize("strategy", [Auto(time_limit=0.1), rematplan.ILP(time_limit=0.2)])
 def test_what_a_later_call_uses_is_as_lean_as_block_plans_and_named_in_the_warning(strategy: Any) -> None:
     block = planned_for(8192, budget="least").plan.peak
     planned = planned_for(256, strategy=strategy)

@@ -421,7 +421,7 @@ def test_many_lengths_leave_a_bounded_number_of_plans(monkeypatch: pytest.Monkey
     planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
     runner = cast(Any, planned)._rematplan
     alive = []
-    for rows in (*range(2, 40), 39, 2):
+    for rows in (*range(2, 16), 15, 2):
         planned(torch.randn(rows, WIDTH)).sum().backward()
         alive.append(weakref.ref(runner.last))
     gc.collect()
@@ -440,7 +440,7 @@ def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures(monkeypatch: 
     planned, plain = planned_and_plain(model, *sequence(2, 2), **options)
     captures = cast(Any, planned)._rematplan.captures
     alive: list[weakref.ref[Any]] = []
-    for length in (n for begin in range(0, 160, 20) for n in (begin + 2, begin + 9, begin + 5)):
+    for length in (n for begin in range(0, 100, 20) for n in (begin + 2, begin + 9, begin + 5)):
         batch = sequence(2, length)
         equal_after(lambda m, batch=batch: _step(m, batch), planned, plain)
         kept = [forward for kind in captures.shapes.values() for forward in kind.forwards]
@@ -449,7 +449,7 @@ def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures(monkeypatch: 
     del kept
     gc.collect()
     stats = rematplan.planning(planned).stats()
-    assert (stats.open_captures, len(alive), stats.reasons) == (8, 8, ())
+    assert (stats.open_captures, len(alive), stats.reasons) == (5, 5, ())
     assert sum(ref() is not None for ref in alive) == 3
 
 

@@ -40,7 +40,7 @@ def test_odd_modules_are_planned_and_left_as_they_were(budget: str) -> None:
     plain = copy.deepcopy(model)
     x = torch.randn(32, 16)
     planned = rematplan.plan_module(
-        model, (x,), budget=budget, costs="roofline", strategy=rematplan.Auto(time_limit=0.5)
+        model, (x,), budget=budget, costs="roofline", strategy=rematplan.Auto(time_limit=0.1)
     )
     assert not hasattr(planned, "last")
     assert planned.seen == []

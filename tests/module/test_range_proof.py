@@ -57,7 +57,7 @@ def planner(budget: str) -> Planner:
             costs="roofline",
             loss_memory=0,
             refine=False,
-            strategy=rematplan.Auto(time_limit=0.3),
+            strategy=rematplan.Auto(time_limit=0.1),
         )
     )
 
@@ -110,7 +110,7 @@ def module(**more: Any) -> nn.Module:
         "costs": "roofline",
         "loss_memory": 0,
         "refine": False,
-        "strategy": Auto(time_limit=0.3),
+        "strategy": Auto(time_limit=0.1),
     }
     return rematplan.plan_module(
         Layers(), (torch.zeros(4, 20, 8),), dynamic_shapes=RANGES, **{**given, **more}
@@ -229,7 +229,7 @@ def product(monkeypatch: pytest.MonkeyPatch, model: nn.Module, ranges: Any, *sha
     given = {"budget": "70% of activations", "costs": "roofline", "loss_memory": 0, "refine": False}
     inputs = tuple(torch.zeros(*shape, 8) for shape in shapes)
     rematplan.plan_module(
-        model, inputs, dynamic_shapes=ranges, strategy=rematplan.Auto(time_limit=0.3), **given
+        model, inputs, dynamic_shapes=ranges, strategy=rematplan.Auto(time_limit=0.1), **given
     )
     return proofs
 

@@ -463,7 +463,7 @@ import sys, torch, rematplan
 from torch import nn
 from rematplan.planner.background import shared
 x = torch.randn(512, 64)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(10)))
 planned = rematplan.plan_module(model, (x,), budget="60% of activations", costs="roofline",
     strategy=rematplan.Auto(gap=-1.0))
 planned(x).sum().backward()

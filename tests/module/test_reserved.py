@@ -107,7 +107,11 @@ def test_training_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": rematplan.Auto(time_limit=1.0)}, {"strategy": rematplan.Auto(two_lanes="on")}]
+    "options",
+    [
+        {"strategy": rematplan.Auto(time_limit=0.2)},
+        {"strategy": rematplan.Auto(time_limit=0.2, two_lanes="on")},
+    ],
 )
 def test_other_plans_end_with_the_optimizer_too(options: dict[str, object]) -> None:
     model = network()

@@ -24,8 +24,8 @@ OUT, CLASSES = 24, 600
 """So that the second model's outputs are its largest tensors."""
 
 
-def small_outputs() -> nn.Module:
-    layers = [m for _ in range(30) for m in (nn.Conv2d(8, 8, 1), nn.GELU())]
+def small_outputs(depth: int = 10) -> nn.Module:
+    layers = [m for _ in range(depth) for m in (nn.Conv2d(8, 8, 1), nn.GELU())]
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 12, 1))
 
 
@@ -160,7 +160,9 @@ class WithAuxiliaryLoss(nn.Module):
 
 def test_room_for_a_loss_follows_the_outputs() -> None:
     outputs, scalars = 4 * 4 * 12 * OUT * OUT, 64
-    assert aside(small_outputs(), images()) == 4 * outputs + scalars  # and the gradient, charged as a tangent
+    assert (
+        aside(small_outputs(30), images()) == 4 * outputs + scalars
+    )  # and the gradient, charged as a tangent
     logits = 4 * words().numel() * CLASSES
     assert aside(large_outputs(), words()) == 3 * logits + scalars
     assert aside(large_outputs().bfloat16(), words()) == 7 * logits // 2 + scalars  # the loss is in float32
@@ -179,7 +181,7 @@ class Setting(nn.Module):
 
     def __init__(self, giving: str = "") -> None:
         super().__init__()
-        self.model, self.giving = small_outputs(), giving
+        self.model, self.giving = small_outputs(30), giving
 
     def forward(self, x: Tensor, more: dict[str, Tensor]) -> tuple[Tensor, ...]:
         self.doubled = 2 * x
@@ -227,12 +229,12 @@ def test_malformed_room_is_refused(stated: str | int) -> None:
 def test_a_refusal_says_what_is_set_aside() -> None:
     with pytest.raises(InfeasibleBudget, match=r"1\.76 MiB are set aside .* loss_memory="):
         rematplan.plan_module(
-            large_outputs(), (words(),), budget=1000, strategy=rematplan.Auto(time_limit=0.2)
+            large_outputs(), (words(),), budget=1000, strategy=rematplan.Auto(time_limit=0.1)
         )
     for model, stated in ((WithLoss(), None), (large_outputs(), "3x")):
         with pytest.raises(InfeasibleBudget) as refused:
             rematplan.plan_module(
-                model, (words(),), budget=1000, loss_memory=stated, strategy=rematplan.Auto(time_limit=0.2)
+                model, (words(),), budget=1000, loss_memory=stated, strategy=rematplan.Auto(time_limit=0.1)
             )
         assert "set aside" not in str(refused.value)
 
@@ -244,7 +246,7 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
     def refused(budget: int, **options: object) -> InfeasibleBudget:
         with pytest.raises(InfeasibleBudget) as error:
             rematplan.plan_module(
-                copy.deepcopy(model), (x,), budget=budget, strategy=rematplan.Auto(time_limit=0.2), **options
+                copy.deepcopy(model), (x,), budget=budget, strategy=rematplan.Auto(time_limit=0.1), **options
             )
         return error.value
 
@@ -257,7 +259,7 @@ def test_only_what_the_step_must_hold_is_proven() -> None:
     assert refused(between).known == "room"
     assert "with the room for a loss" in str(refused(between))
     rematplan.plan_module(
-        copy.deepcopy(model), (x,), budget=between, loss_memory="0", strategy=rematplan.Auto(time_limit=0.2)
+        copy.deepcopy(model), (x,), budget=between, loss_memory="0", strategy=rematplan.Auto(time_limit=0.1)
     )
 
 
@@ -268,7 +270,7 @@ def test_a_saved_plan_leaves_the_same_room(overlap: str, tmp_path: pytest.TempPa
     model = small_outputs()
     plain = copy.deepcopy(model)
     first = rematplan.plan_module(
-        model, (x,), budget="70%", strategy=rematplan.Auto(time_limit=0.2, two_lanes=overlap)
+        model, (x,), budget="70%", strategy=rematplan.Auto(time_limit=0.1, two_lanes=overlap)
     )
     rematplan.save_plan(first.plan, tmp_path / "plan.json")
     again = rematplan.plan_module(
@@ -287,9 +289,9 @@ def test_a_compiled_module_leaves_room_too() -> None:
     model, x = large_outputs(), words()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="set aside"):
         torch.compile(
-            model, backend=rematplan.backend(budget="1000", strategy=rematplan.Auto(time_limit=0.2))
+            model, backend=rematplan.backend(budget="1000", strategy=rematplan.Auto(time_limit=0.1))
         )(x)
-    backend = rematplan.backend(budget="90%", loss_memory="2MiB", strategy=rematplan.Auto(time_limit=0.2))
+    backend = rematplan.backend(budget="90%", loss_memory="2MiB", strategy=rematplan.Auto(time_limit=0.1))
     plain = copy.deepcopy(model)
     for one in (torch.compile(model, backend=backend), plain):
         LARGE["shifted"](one(x)).backward()
