@@ -176,10 +176,14 @@ class FlatModel(nn.Module):
         self._state.undo()  # the results may be among it
         tensors_of.restore()
         returned = {id(o) for o in flattened((results, left))[0]}
+        # What the caller has already is returned itself; the gradient of one that has one belongs to the step.
+        same = {of: names[of] for of, o in ((id(o), o) for o in flat) if of in names and not o.requires_grad}
         outputs = {
             id(o): o
             for o in flat
-            if isinstance(o, torch.Tensor) and (id(o) in returned or not _existed_before(o))
+            if isinstance(o, torch.Tensor)
+            and id(o) not in same
+            and (id(o) in returned or not _existed_before(o))
         }
         if not outputs:
             check_no_hidden_tensors(flat, f"{type(self.model).__name__} returns nothing but", True)
@@ -188,9 +192,9 @@ class FlatModel(nn.Module):
                 f"{type(self.model).__name__} retains the gradient of a tensor that it returns (retain_grad); a "
                 f"planned step keeps only gradients of parameters and inputs"
             )
-        places = {of: ResultTensor(at) for at, of in enumerate(outputs)}
+        places = {of: ResultTensor(at) for at, of in enumerate(outputs)} | same
         self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
-        self.attributes = frozenset(str(place.at) for of, place in places.items() if of not in returned)
+        self.attributes = frozenset(str(at) for at, of in enumerate(outputs) if of not in returned)
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         # A view must be copied to have a separate tangent.
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())

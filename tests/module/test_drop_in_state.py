@@ -408,3 +408,37 @@ def test_outputs_that_the_backward_reads_are_neither_changed_nor_held_for_ever()
     finally:
         gc.enable()
     assert often <= 2 * once
+
+
+class Passing(nn.Module):
+    """Returns what the caller has already: an argument, a buffer that it changes, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.frozen = nn.Linear(16, 16), nn.Parameter(torch.ones(16), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+        y = (self.body(x) * self.frozen).tanh() - self.seen
+        self.seen += x.mean(0)
+        return y, {"given": x}, self.seen, self.frozen
+
+
+def test_returned_arguments_buffers_and_frozen_parameters_are_themselves() -> None:
+    torch.manual_seed(0)
+    plain = Passing()
+    model = rematplan.apply(copy.deepcopy(plain), "1MiB", costs="roofline", refine=False)
+    for rows in (4, 4, 6, 7):  # the third is captured with open sizes
+        x = torch.randn(rows, 16)
+        for one in (model, plain):
+            y, given, seen, frozen = one(x)
+            y.square().mean().backward()
+            assert given["given"] is x
+            assert seen is one.seen
+            assert frozen is one.frozen
+            with torch.no_grad():  # changes the model
+                seen.mul_(0.5)
+                frozen.add_(1)
+        for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs), name
+        assert torch.equal(model.body.weight.grad, plain.body.weight.grad)
