@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split import split_step
-from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.regions import SplitRegion, find_regions
 from rematplan.runtime.split.split_step import bounds_of
 
 
@@ -185,3 +186,12 @@ def test_a_whole_result_that_is_gathered_through_a_view_keeps_its_storage() -> N
 def test_indices_of_any_strides_are_split() -> None:
     batch = tuple(t[:, :40] for t in tokens(2, 48))
     assert any("head" in region.modules for region in captured(Decoder(), batch)[1])
+
+
+def test_a_region_ends_where_the_fewest_bytes_cross_its_border() -> None:
+    """Of the widest tensors, two in the forward and one in the backward, only parts exist."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 3, 1))
+    (region,) = find_regions(capture(model, (torch.randn(4, 3, 32, 32),), "images"))
+    backward = ("convolution_backward", "gelu_backward", "convolution_backward_1")
+    assert region.calls == ("convolution", "gelu", *backward)
+    assert region.saved == 3 * 4 * 4 * 16 * 32 * 32
