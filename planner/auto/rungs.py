@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.restarts import Search
@@ -23,36 +23,41 @@ def rungs_above(
     seed: int = 0,
     keep_order: bool = False,
 ) -> list[Plan]:
-    """Return plans found at the peaks `RUNGS` from ``least`` times the smallest known peak up, with equal
-    efforts, until one costs nothing.
+    """Return plans found at the peaks `RUNGS` down to ``least`` times the smallest known peak, with equal efforts for
+    those at which recomputation costs something.
 
     Ctrl-C ends the search and is recorded in ``effort.interrupted``.
     """
-    smallest, found = min(known, key=by_peak).peak, list[Plan]()
-    shares = [share for share in reversed(RUNGS) if share >= least]
-    for k, share in enumerate(shares):
-        budget = int(share * smallest)
-        fitting = [plan for plan in (*known, *found) if plan.peak <= budget]
-        cheapest = min(fitting, key=by_cost)
-        if _is_free(cheapest.estimate.overhead):
-            break
+    smallest, found = min(known, key=by_peak), list[Plan]()
+    shares = [share for share in RUNGS if share >= least]
+    for k, share in enumerate(reversed(shares)):
+        budget = int(share * smallest.peak)
+        every = (*known, *found)
+        fitting = min((plan for plan in every if plan.peak <= budget), key=by_cost)
+        if _is_free(fitting.estimate.overhead):
+            continue
         exact = None if keep_order else exhaustive(graph, budget)
         if exact is not None:
             found.append(plan_from_runs(graph, exact.runs, "exhaustive"))
             continue
-        starts = dict.fromkeys([cheapest, *found[-1:]])
-        search = Search(graph, budget, seed, keep_order, _is_free)
+        above = min((plan for plan in every if plan.peak > budget), key=by_peak, default=None)
         part = effort.part(effort.left / (len(shares) - k))
+        dear, starts = ([smallest], [above]) if fitting is smallest else ([], [fitting, above])
+        search = Search(graph, budget, seed, keep_order, _is_free)
         try:
-            plan = search.run([runs_of(start.schedule) for start in starts], part)
+            search.run_from_above(_runs(starts), _runs(dear), part)
         except INTERRUPTS as interrupt:
             effort.interrupted = interrupt
-            break
-        found += [plan] if plan is not None else []
+        found += [plan for plan in (search.best, search.smallest) if plan is not None]
         if search.interrupted:
             effort.interrupted = KeyboardInterrupt()
+        if effort.interrupted:
             break
     return found
+
+
+def _runs(plans: Iterable[Plan | None]) -> list[list[str]]:
+    return [list(runs_of(plan.schedule)) for plan in plans if plan is not None]
 
 
 def _is_free(overhead: float) -> bool:

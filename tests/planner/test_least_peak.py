@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.auto import block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
@@ -31,6 +32,7 @@ from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.nested_dp import NestedDP
@@ -164,6 +166,19 @@ def test_larger_peaks_of_a_tiny_problem_cost_the_optimum_without_annealing():
     for plan in above:
         assert plan.estimate.cost == pytest.approx(exhaustive(graph, plan.peak, 10**6).cost)
     assert rungs_above(graph, [no_recompute(graph)], effort) == []  # it costs nothing
+
+
+def test_a_dear_start_is_kept_if_nothing_else_fits_and_left_out_otherwise():
+    graph = problems.unet()
+    dear = plan_near_least(graph, no_recompute(graph).peak, Effort(60, 100_000))
+    assert dear is not None
+    assert dear.estimate.overhead > SHARES.dear
+    for budget, cheaper in ((int(1.02 * dear.peak), 1.0), (int(1.2 * dear.peak), 0.2)):
+        effort = Effort(moves=60_000)
+        found = Search(graph, budget).run_from_above([], [runs_of(dear.schedule)], effort)
+        assert found is not None
+        assert found.peak <= budget
+        assert found.estimate.overhead <= cheaper * dear.estimate.overhead
 
 
 def test_the_least_peak_is_never_above_a_known_plan(problems):
