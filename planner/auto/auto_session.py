@@ -162,7 +162,7 @@ class AutoSession:
             self.take(nested_plans(self.for_blocks, self.budget, self.for_block_plans, self.report))
         if self.best is None:
             self.take((self.evicted(),))
-        if self.best is None and not self.finished:  # from there, annealing leads to cheaper plans
+        if self.best_overhead > SHARES.dear and not self.finished:  # such plans are bad starts
             self.anneal(self.graph, SHARES.from_above * self.effort.left, alone=True)
         if self.best is None:
             self.lower_the_peak()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import RUNGS
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, by_peak, plan_from_runs
@@ -28,10 +29,10 @@ def rungs_above(
 
     Ctrl-C ends the search and is recorded in ``effort.interrupted``.
     """
-    smallest, found = min(known, key=by_peak), list[Plan]()
+    smallest, found = min(known, key=by_peak).peak, list[Plan]()
     shares = [share for share in RUNGS if share >= least]
     for k, share in enumerate(reversed(shares)):
-        budget = int(share * smallest.peak)
+        budget = int(share * smallest)
         every = (*known, *found)
         fitting = min((plan for plan in every if plan.peak <= budget), key=by_cost)
         if _is_free(fitting.estimate.overhead):
@@ -42,7 +43,8 @@ def rungs_above(
             continue
         above = min((plan for plan in every if plan.peak > budget), key=by_peak, default=None)
         part = effort.part(effort.left / (len(shares) - k))
-        dear, starts = ([smallest], [above]) if fitting is smallest else ([], [fitting, above])
+        is_dear = fitting.estimate.overhead > SHARES.dear
+        dear, starts = ([fitting], [above]) if is_dear else ([], [fitting, above])
         search = Search(graph, budget, seed, keep_order, _is_free)
         try:
             search.run_from_above(_runs(starts), _runs(dear), part)
