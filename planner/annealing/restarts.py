@@ -30,8 +30,8 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
 
 FROM_ABOVE = 0.6
-"""The share of the effort for annealing without dear starts, if only such ones fit. Chosen by trial on ResNet-50, ViT-S
-and DenseNet-121, without records."""
+"""The share of the effort for annealing without the dear starts of `Search.run_from_above`. Chosen by trial on
+ResNet-50, ViT-S and DenseNet-121, without records."""
 
 
 @dataclass

@@ -45,8 +45,9 @@ class TimeShares:
     eviction: float = 0.1
     """The share for simulations of eviction, which are used if no other plan fits the budget yet."""
     from_above: float = 0.45
-    """The share of the time left for annealing from plans over the budget, if none fits, before the search for the
-    smallest peak. With 0, ResNet-50 at 226 MiB (smallest peak 206) has an overhead of 434 % after 15 seconds."""
+    """The share of the time left for annealing from plans over the budget, if no plan fits or only plans above
+    ``dear``. The search for the smallest peak follows if none fits then. With 0, ResNet-50 at 226 MiB (smallest peak
+    206) has an overhead of 434 % after 15 seconds."""
     bound: float = 0.75
     """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
     the whole time."""

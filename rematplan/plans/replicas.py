@@ -21,7 +21,7 @@ GLOO_THREADS = 2
 
 @dataclass(frozen=True)
 class HeldByReplica(Stated):
-    """What DDP holds during the whole step, as an item of `Reserved`."""
+    """The bytes that DDP holds during the whole step, as an item of `Reserved`."""
 
 
 def bucket_bytes(trained: Iterable[torch.Tensor], device: torch.device) -> int:
