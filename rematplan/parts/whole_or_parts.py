@@ -20,11 +20,10 @@ from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.find_modules import modules_of_names, modules_to_try
 from rematplan.parts.planned_parts import PlannedParts
 from rematplan.plans.held_by_others import GRADIENTS
-from rematplan.plans.options import UNSPLIT
+from rematplan.plans.options import FUSED, NOT_IN_STAGES, SPLIT
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
 from rematplan.plans.replicas import HeldByReplica, in_replica
-from rematplan.plans.two_lane_plans import OFF
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.graph.compat import pytree, replicating
@@ -144,18 +143,15 @@ class WholeOrParts(Runner):
             self.captures = self.captures.copy(with_shapes=False)
 
     def _check_parts(self) -> None:
-        """Refuse options that parts cannot have."""
+        """Refuse options that parts cannot have. They are planned as a pipeline's stages are."""
         options = self.planner.options
         excluded = {
             "statistics": self.recorder is not None,
             "policy": bool(options.policy),
             "dynamic_shapes": self.asked != ShapeOptions(),
             "inverses": options.inverting,
-            "two lanes": options.strategy.two_lanes not in (OFF, None),
-            "a saved plan": options.saved is not None,
             "several calls in flight": options.several,
-            "split": options.split != UNSPLIT,
-            "fused kernels": options.fuses,
+            **{one.name: one.holds(options) for one in (SPLIT, FUSED, *NOT_IN_STAGES)},
             "a percentage of activations": options.stated_budget().kind == "activations",
         }
         if name := next((name for name, stated in excluded.items() if stated), None):

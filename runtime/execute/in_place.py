@@ -17,6 +17,7 @@ from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.capture.buffer_slices import PARTS
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
 from rematplan.runtime.graph.compat import OpOverload
+from rematplan.runtime.graph.in_place_calls import COMMUTES, fills, layout
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 ATEN = torch.ops.aten
@@ -62,9 +63,6 @@ FRESH = frozenset(
 )
 """Ops, in addition to the pointwise ones, whose results are known never to share memory with an argument. Results of
 other ops are never overwritten: a kernel may return an argument against its schema."""
-
-COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
-"""Ops that may overwrite their second operand instead of their first."""
 
 IN_PLACE = {ATEN.mul.Scalar: ATEN.mul_.Tensor}
 """The in-place ops to use where an op's usual in-place variant computes other bits: ``mul_.Scalar`` rounds its number
@@ -226,29 +224,15 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
         # The stride of a dimension of size 1 is arbitrary, and kernels may choose their order of summation by
         # it. In-place quotients of complex numbers have other bits.
         or (call.target not in SCATTERS and (1 in result.shape or result.is_complex()))
-        or any(_layout(v.fake) != _layout(result) for v in read if _full(v, result))
+        or any(layout(v.fake) != layout(result) for v in read if v.fake.shape == result.shape)
     ):
         return
     # The second operand, too, if the operands commute or the variant names the operand.
     either = sibling[1] or (call.target in COMMUTES and not call.kwargs)
     for operand in call.args[: 2 if either else 1]:
         value = step.values[operand.value] if isinstance(operand, Ref) else None
-        if (
-            value
-            and _full(value, result)
-            and value.fake.dtype == result.dtype
-            and value.fake.untyped_storage().nbytes() == result.untyped_storage().nbytes() == result.nbytes
-            and [v.storage for v in read].count(value.storage) == 1
-        ):
+        if value and fills(result, value.fake) and [v.storage for v in read].count(value.storage) == 1:
             yield value
-
-
-def _full(value: Value, result: torch.Tensor) -> bool:
-    return value.fake.shape == result.shape
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.stride(), tensor.storage_offset()
 
 
 def _overwriting(call: Call, value: str) -> Call:

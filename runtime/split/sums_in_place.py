@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
-from rematplan.runtime.graph.in_place_calls import IN_PLACE
+from rematplan.runtime.graph.in_place_calls import COMMUTES, IN_PLACE, fills
 from rematplan.runtime.split.regions import StepUse
 
 ATEN = torch.ops.aten
@@ -23,8 +23,7 @@ NEW = frozenset(
         ATEN._to_copy.default,
     }
 )
-"""Ops whose only result never shares memory with an argument."""
-COMMUTE = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
+"""Ops that make the first summand of a weight's gradient; their only result never shares memory with an argument."""
 
 
 def with_sums_in_place(step: CapturedStep) -> CapturedStep:
@@ -51,7 +50,7 @@ def _place(use: StepUse, call: Call) -> int | None:
     if call.target not in IN_PLACE or call.kwargs or call.results[0] not in use.of_weights:
         return None
     return next(
-        (at for at in range(1 + (call.target in COMMUTE)) if _is_free(use, call, call.args[at])), None
+        (at for at in range(1 + (call.target in COMMUTES)) if _is_free(use, call, call.args[at])), None
     )
 
 
@@ -66,13 +65,8 @@ def _is_free(use: StepUse, call: Call, argument: object) -> bool:
         and use.readers[argument.value] == [call]
         and read.count(argument.value) == 1
         and value.storage not in use.outputs
-        and _layout(value.fake) == _layout(result)
-        and value.fake.untyped_storage().nbytes() == result.nbytes
+        and fills(result, value.fake)
         # Strides of dimensions of size 1 are arbitrary.
         and 1 not in result.shape
         and not result.is_complex()
     )
-
-
-def _layout(fake: torch.Tensor) -> tuple[object, ...]:
-    return fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, fake.device

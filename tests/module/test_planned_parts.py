@@ -807,8 +807,13 @@ def test_refusals() -> None:
     model, _ = made(Dropping)
     with pytest.raises(UsageError, match="no module 'layers"):
         in_parts(model, "80%", modules="layers.*")
-    with pytest.raises(UsageError, match="statistics cannot be combined"):
-        in_parts(model, "80%", modules="blocks.*", statistics=rematplan.Kronecker())
+    for options, name in (
+        ({"statistics": rematplan.Kronecker()}, "statistics"),
+        ({"strategy": rematplan.Auto(deterministic=True)}, "counted moves of auto"),
+        ({"strategy": rematplan.Auto(keep_order=True)}, "keep_order of auto"),
+    ):
+        with pytest.raises(UsageError, match=f"{name} cannot be combined"):
+            in_parts(model, "80%", modules="blocks.*", **options)
     in_parts(model, "100KiB")
     with pytest.raises(InfeasibleBudget):
         run(model, *batch(0))
