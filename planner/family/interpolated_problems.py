@@ -7,10 +7,9 @@ since kernels that work in blocks need it in steps.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
-from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
+from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
 
 DEGREE = 2
 CHECKS = 2
@@ -76,19 +75,13 @@ class Between:
 
         ``size``: above the smallest captured, at most the largest.
         """
+        return self._amounts(size, self.bytes_at(size))
+
+    def _amounts(self, size: int, here: list[int]) -> Amounts:
         below, above = self._neighbours(size)
-        here = np.array(self.bytes_at(size), dtype=np.int64)
-        at = self._positions
-        a, b = self._known[below], self._known[above]
-        costs = a.costs + (size - below) / (above - below) * (b.costs - a.costs)
-        return Amounts(
-            sizes=here[at.written],
-            workspaces=np.maximum(a.workspaces, b.workspaces),
-            costs=costs,
-            fixed=int(here[at.inputs].sum()),
-            base_cost=math.fsum(costs[: len(self.captured[below].ops)].tolist()),
-            once=a.once,
-        )
+        low, high = self._known[below], self._known[above]
+        costs = low.costs + (size - below) / (above - below) * (high.costs - low.costs)
+        return self._positions.amounts(np.array(here, dtype=np.int64), low, high, costs)
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size from the smallest captured to the largest, the captured one if there
@@ -96,18 +89,8 @@ class Between:
         """
         if size in self.captured:
             return self.captured[size]
-        below, above = self._neighbours(size)
-        low, high = self.captured[below], self.captured[above]
-        tensors = tuple(replace(t, bytes=b) for t, b in zip(low.tensors, self.bytes_at(size), strict=True))
-        bare = replace(low, tensors=tensors, fixed_split={})
-        share = (size - below) / (above - below)
-        count = len(low.ops)
-        # Costs are linear between the two neighbours.
-        recipes = [
-            replace(a, cost=a.cost + share * (b.cost - a.cost), workspace=max(a.workspace, b.workspace))
-            for a, b in zip(low.recipes, high.recipes, strict=True)
-        ]
-        return replace(bare, ops=tuple(recipes[:count]), inverses=tuple(recipes[count:]))
+        here = self.bytes_at(size)
+        return with_amounts(self.captured[self._neighbours(size)[0]], here, self._amounts(size, here))
 
     def _neighbours(self, size: int) -> tuple[int, int]:
         if not self.sizes[0] < size <= self.sizes[-1]:

@@ -1,13 +1,16 @@
-"""The positions of the tensors that a problem's ops read and write, in ``graph.tensors``."""
+"""The positions of the tensors that a problem's ops read and write, in ``graph.tensors``, and the amounts of the same
+problem at other sizes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.family.amounts_by_position import Ints
+from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +26,42 @@ class TensorPositions:
     """The entries of ``moved`` of each op or inverse."""
     ends: Ints
     """The index in ``moved`` after each op's or inverse's last entry."""
+    ops: int
+    """The number of ops, without inverses."""
 
     def traffic(self, sizes: Ints) -> Ints:
         """Return the bytes that each op, then each inverse, reads and writes. ``sizes``: by ``graph.tensors``."""
         moved = np.concatenate(([0], np.cumsum(sizes[self.moved])))
         found: Ints = moved[self.ends] - moved[self.ends - self.counts]
         return found
+
+    def amounts(self, sizes: Ints, low: Amounts, high: Amounts, costs: Floats) -> Amounts:
+        """Return the amounts between two others, with the larger workspaces. ``sizes``: by ``graph.tensors``."""
+        return Amounts(
+            sizes=sizes[self.written],
+            workspaces=np.maximum(low.workspaces, high.workspaces),
+            costs=costs,
+            fixed=int(sizes[self.inputs].sum()),
+            base_cost=math.fsum(costs[: self.ops].tolist()),
+            once=low.once,
+        )
+
+
+def with_amounts(graph: TrainingGraph, sizes: Sequence[int], amounts: Amounts) -> TrainingGraph:
+    """Return the problem with other workspaces and costs, and with the bytes ``sizes`` of ``graph.tensors``."""
+    recipes = [
+        replace(op, cost=cost, workspace=workspace)
+        for op, cost, workspace in zip(
+            graph.recipes, amounts.costs.tolist(), amounts.workspaces.tolist(), strict=True
+        )
+    ]
+    return replace(
+        graph,
+        tensors=tuple(replace(t, bytes=b) for t, b in zip(graph.tensors, sizes, strict=True)),
+        ops=tuple(recipes[: len(graph.ops)]),
+        inverses=tuple(recipes[len(graph.ops) :]),
+        fixed_split={},
+    )
 
 
 def tensor_positions(graph: TrainingGraph) -> TensorPositions:
@@ -42,4 +75,5 @@ def tensor_positions(graph: TrainingGraph) -> TensorPositions:
         moved=np.array([t for row in moved for t in row], dtype=np.int64),
         counts=counts,
         ends=np.cumsum(counts),
+        ops=len(graph.ops),
     )

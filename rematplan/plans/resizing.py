@@ -14,14 +14,14 @@ from itertools import combinations
 
 import numpy as np
 
-from rematplan.ir import Tensor, TrainingGraph
+from rematplan.ir import TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
-from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions
+from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
 from rematplan.plans.refining import Rechoosing, Refinement, Refining, StepPlan
-from rematplan.plans.sized_costs import KERNELS
+from rematplan.plans.sized_costs import KERNELS, ends_and_latest
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 CORNERS = 8
@@ -109,7 +109,7 @@ class Resizing:
             self._positions.traffic(bytes_),
         )
         others = [c for c in self.corners if not np.array_equal(c.sizes, corner.sizes)]
-        self.corners = _kept([*others, corner])
+        self.corners = ends_and_latest([*others, corner], CORNERS, lambda c: int(c.sizes.sum()))
         return True
 
     def key(self, schedule: Schedule) -> bytes:
@@ -157,19 +157,7 @@ class Resizing:
         mine = self.problem
         sizes = dict.fromkeys(mine.inputs, 0) | dict.fromkeys(mine.inputs[:1], amounts.fixed)
         sizes |= dict(zip(mine.producer, amounts.sizes.tolist(), strict=True))
-        recipes = [
-            replace(op, cost=cost, workspace=workspace)
-            for op, cost, workspace in zip(
-                mine.recipes, amounts.costs.tolist(), amounts.workspaces.tolist(), strict=True
-            )
-        ]
-        return replace(
-            mine,
-            tensors=tuple(Tensor(t.name, sizes[t.name]) for t in mine.tensors),
-            ops=tuple(recipes[: len(mine.ops)]),
-            inverses=tuple(recipes[len(mine.ops) :]),
-            fixed_split={},
-        )
+        return with_amounts(mine, [sizes[t.name] for t in mine.tensors], amounts)
 
     def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
         """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated."""
@@ -186,14 +174,7 @@ class Resizing:
         here = self._bytes(low, high, nominal)
         traffic = self._positions.traffic(here)
         costs = _line(low.traffic, low.amounts.costs, high.traffic, high.amounts.costs, traffic)
-        return Amounts(
-            sizes=here[self._positions.written],
-            workspaces=workspaces,
-            costs=costs,
-            fixed=int(here[self._positions.inputs].sum()),
-            base_cost=math.fsum(costs[: len(self.problem.ops)].tolist()),
-            once=low.amounts.once,
-        )
+        return self._positions.amounts(here, low.amounts, high.amounts, costs)
 
     def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
         """Return the two closest corners, with the same ops that run once, between which ``sizes`` are in every
@@ -245,13 +226,3 @@ def _has_kernels(step: CapturedStep, op: str) -> bool:
     with the sizes."""
     target = str(step.call[op].target) if op in step.call else ""
     return bool(KERNELS.search(target)) and not ONE_KERNEL.search(target)
-
-
-def _kept(corners: list[Corner]) -> list[Corner]:
-    """Return at most `CORNERS` of the corners: those of the smallest and the largest sizes, and the latest."""
-    if len(corners) <= CORNERS:
-        return corners
-    totals = [int(c.sizes.sum()) for c in corners]
-    ends = {totals.index(min(totals)), totals.index(max(totals))}
-    rest = [at for at in range(len(corners)) if at not in ends][-(CORNERS - len(ends)) :]
-    return [corners[at] for at in sorted({*ends, *rest})]

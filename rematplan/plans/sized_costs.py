@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.costs.profile import profile_costs
@@ -28,6 +28,7 @@ NUMBERS = 8
 """A number among a call's arguments that is larger than this is taken for a size."""
 
 Kind: TypeAlias = tuple[str, ...]
+One = TypeVar("One")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class SizedCosts:
                 else _Measured(bytes_, found[call.name], plain=True)
                 for call, bytes_ in zip(calls, traffic, strict=True)
             ]
-            known[:] = _kept([*known, row])
+            known[:] = ends_and_latest([*known, row], SIZES, lambda row: sum(m.traffic for m in row))
         return {call.name: found.get(call.name) or measured[call.name] for call in calls}
 
 
@@ -134,11 +135,11 @@ def _without_sizes(given: Any) -> Any:
     return "size" if whole and abs(given) > NUMBERS else given
 
 
-def _kept(known: list[list[_Measured]]) -> list[list[_Measured]]:
-    """Return at most `SIZES` of a step's known costs: at the smallest size, the largest, and the latest sizes."""
-    if len(known) <= SIZES:
+def ends_and_latest(known: list[One], most: int, size: Callable[[One], int]) -> list[One]:
+    """Return at most ``most`` of what is known at some sizes: at the smallest size, the largest, and the latest."""
+    if len(known) <= most:
         return known
-    totals = [sum(m.traffic for m in size) for size in known]
+    totals = list(map(size, known))
     ends = {totals.index(min(totals)), totals.index(max(totals))}
-    rest = [at for at in range(len(known)) if at not in ends][-(SIZES - len(ends)) :]
+    rest = [at for at in range(len(known)) if at not in ends][-(most - len(ends)) :]
     return [known[at] for at in sorted({*ends, *rest})]
