@@ -19,7 +19,9 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
+from rematplan.plans.progress import LOG
 from rematplan.plans.refining import StepPlan
+from rematplan.plans.splitting import split_as_asked
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
 from rematplan.runtime.capture.output_storages import with_own_outputs
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -93,7 +95,10 @@ def captured_stage(
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem."""
     capture, captured = _captured(stage)
-    step = planner.with_inverses(with_own_outputs(captured, leaves=True))
+    changed = split_as_asked(planner, with_own_outputs(captured, leaves=True))
+    for note in changed.notes:
+        LOG.info("%s", note)
+    step = planner.with_inverses(changed.step)
     if place.split:
         step = with_separate_weights(step)
     costs = planner.options.costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from rematplan.pipeline.auto_cuts import agreed, auto_cuts
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.options import parse_rank_budget
 from rematplan.pipeline.rank_plans import (
+    CapturedPart,
     budget_bytes,
     captured_part,
     rank_plans,
@@ -25,7 +27,7 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
-from rematplan.plans.options import NOT_IN_STAGES, PlanOptions, stated_strategy
+from rematplan.plans.options import NOT_IN_STAGES, UNSPLIT, PlanOptions, stated_splits, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
@@ -56,6 +58,7 @@ def plan_pipeline(
     inverses: bool | float = False,
     shards: int = 1,
     replicas: int = 1,
+    split: str | Mapping[str, int] = UNSPLIT,
 ) -> Pipeline:
     """Divide a model into stages and plan the recomputation of each rank within a budget.
 
@@ -100,6 +103,8 @@ def plan_pipeline(
         replicas: the number of processes in which ``wrap`` averages each stage's gradients by
             DistributedDataParallel. Each of them then holds buckets of gradients, copies of buffers that are broadcast,
             and a copy of the outputs of each micro-batch in flight.
+        split: ``off``, or names of modules and the number of parts in which their ops run, as for `plan_module`.
+            Cuts are chosen without splits. Not with ``dataflow``.
 
     Raises:
         InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank that
@@ -116,6 +121,7 @@ def plan_pipeline(
         costs=costs,
         loss_memory=loss_memory,
         inverses=inverses,
+        split=stated_splits(split),
     )
     for one in NOT_IN_STAGES:
         if one.holds(asked):
@@ -164,17 +170,43 @@ def captured_pipeline(
     modules = stage_modules(model, one_args, one_kwargs, cuts)
     if MESSAGES_HAVE_GRADIENTS and order.name not in CHANNELS:
         _check_messages(modules)
-    planner = Planner(asked)
+    _check_splits(asked, modules, order)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)
     memory = None
     if loss is not None and stages - 1 in every:
         memory = _measured_loss(modules[-1], *loss, microbatches)
-    parts = {
-        number: captured_part(order, planner, number, modules[number], parallel, memory) for number in every
-    }
-    return Pipeline(order, tuple(cuts), budget_bytes(stated, order, parts), parts, {})
+
+    def captured(asked: PlanOptions) -> dict[int, CapturedPart]:
+        return {
+            number: captured_part(order, Planner(_in_stage(asked, stage)), number, stage, parallel, memory)
+            for number, stage in enumerate(modules)
+            if number in every
+        }
+
+    parts = captured(asked)
+    # A percentage refers to the step without splits.
+    whole = (
+        parts if stated.kind == "bytes" or asked.split == UNSPLIT else captured(replace(asked, split=UNSPLIT))
+    )
+    return Pipeline(order, tuple(cuts), budget_bytes(stated, order, whole), parts, {})
+
+
+def _check_splits(asked: PlanOptions, stages: Sequence[StageModule], order: PipelineSchedule) -> None:
+    if asked.split != UNSPLIT and order.name in CHANNELS:
+        raise UsageError(f"{order.name} cannot be combined with split")
+    known = frozenset[str]().union(*(stage.modules for stage in stages))
+    for name, _ in asked.stated_parts:
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, sorted(known), 3, 0.3) or sorted(known)[:3])
+            raise UsageError(f"split: no stage has ops of a module {name!r}; similar: {near}")
+
+
+def _in_stage(asked: PlanOptions, stage: StageModule) -> PlanOptions:
+    """Return the options with the splits of modules that have ops in a stage."""
+    inside = tuple(pair for pair in asked.stated_parts if pair[0] in stage.modules)
+    return replace(asked, split=inside or UNSPLIT)
 
 
 def _check_messages(stages: Sequence[StageModule]) -> None:

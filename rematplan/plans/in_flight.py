@@ -14,6 +14,7 @@ from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
 from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
 from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_plan import StagePlan, StandingBytes
+from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
@@ -51,36 +52,43 @@ def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
     return (*split, *(Action("W", 0, m) for m in late))
 
 
-def plan_in_flight(
-    step: CapturedStep,
-    graph: TrainingGraph,
-    loss: LossMemory,
-    asked: PlanOptions,
-) -> StepPlan:
-    """Plan a step that runs for several micro-batches in flight. A budget other than bytes or a percentage is a
-    `UsageError`."""
+def problem_in_flight(step: CapturedStep, graph: TrainingGraph, loss: LossMemory) -> StageProblem:
+    """Make the problem of a step of which several micro-batches are in flight."""
     # The caller's variable holds a loss of an earlier micro-batch until the next one is computed.
     template = StagePlan(0, standing=StandingBytes(loss.kept))
-    problem = stage_problem(
+    return stage_problem(
         step, graph, per_microbatch=("batch",), tangents=("tangent",), between=loss.between, template=template
     )
-    actions = with_in_flight(asked.in_flight.calls, asked.in_flight.deferred)
-    budget, seconds = asked.stated_budget(), asked.time_limit
+
+
+def most_in_flight(problem: StageProblem, asked: PlanOptions) -> int:
+    """Return the budget in bytes; `UsageError` for one that is neither bytes nor a percentage.
+
+    A percentage refers to ``problem`` without recomputation.
+    """
+    budget = asked.stated_budget()
     if budget.kind == "bytes":
-        most = int(budget.amount)
-    elif budget.kind == "share":
+        return int(budget.amount)
+    if budget.kind == "share":
         kept = problem.measured(no_recompute(problem.graph))
-        most = int(budget.amount * rank_peak(actions, [kept]))
-    else:
-        raise UsageError(
-            f"with in_flight, state the budget in bytes or as a percentage, not as {budget.text!r}"
-        )
+        return int(budget.amount * rank_peak(_actions(asked), [kept]))
+    raise UsageError(f"with in_flight, state the budget in bytes or as a percentage, not as {budget.text!r}")
+
+
+def _actions(asked: PlanOptions) -> RankActions:
+    return with_in_flight(asked.in_flight.calls, asked.in_flight.deferred)
+
+
+def plan_in_flight(step: CapturedStep, problem: StageProblem, most: int, asked: PlanOptions) -> StepPlan:
+    """Plan a step that runs for several micro-batches in flight, within ``most`` bytes."""
+    actions, seconds = _actions(asked), asked.time_limit
     try:
         found = RankSearch([problem], actions, most, stage_planner(asked.strategy, seconds), seconds).run()
     except InfeasibleBudget as error:
         raise error.changed(strategy=asked.strategy.name) from None
     (plan,) = found.plans
-    share = found.floor / graph.base_cost if graph.base_cost else 0.0
+    cost = problem.graph.base_cost
+    share = found.floor / cost if cost else 0.0
     spare = backward_spare(problem, plan.schedule)
     plan = replace(plan, lower_bound=share, fingerprint=problem.graph.fingerprint)
     return StepPlan(step, plan, spare, problem.gradient_bytes)

@@ -172,6 +172,11 @@ class PlanOptions:
         return bool(self.inverses) or isinstance(self.strategy, Reversible)
 
     @property
+    def stated_parts(self) -> tuple[tuple[str, int], ...]:
+        """The modules that the user wants to be split, each with its number of parts."""
+        return self.split if isinstance(self.split, tuple) else ()
+
+    @property
     def fuses(self) -> bool:
         """Whether fused kernels run."""
         return self.kernels == FUSED_KERNELS
@@ -203,6 +208,7 @@ class Condition:
 
 SPLIT = Condition("split", lambda o: o.split != UNSPLIT)
 SEVERAL = Condition("plan_stage", lambda o: o.several)
+CHOSEN = Condition("split='auto'", lambda o: o.split == AUTO_SPLIT)
 FUSED = Condition("kernels='fused'", lambda o: o.fuses)
 TWO_LANES = Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))
 SAVED = Condition("a saved plan", lambda o: o.saved is not None)
@@ -211,19 +217,19 @@ NOT_IN_STAGES = (
     SAVED,
     Condition("counted moves of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.counted > 0),
     Condition("keep_order of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.keep_order),
+    CHOSEN,
 )
 """What the search for plans of a pipeline's rank does not follow: it divides seconds among many small searches."""
 EXCLUDED = (
     *((SEVERAL, one) for one in NOT_IN_STAGES),
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
     (SEVERAL, Condition("on_infeasible", lambda o: o.on_infeasible in (LEAST, EAGER))),
-    (SEVERAL, SPLIT),
     (FUSED, SEVERAL),
     (FUSED, SPLIT),
     (FUSED, TWO_LANES),
     (FUSED, Condition("inverses", lambda o: o.inverting)),
     (FUSED, Condition("a policy", lambda o: bool(o.policy))),
-    (Condition("split='auto'", lambda o: o.split == AUTO_SPLIT), SAVED),
+    (CHOSEN, SAVED),
 )
 """Pairs of options that exclude each other."""
 

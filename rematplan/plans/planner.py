@@ -14,10 +14,11 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.fusing import with_fused_kernels
-from rematplan.plans.in_flight import plan_in_flight
+from rematplan.plans.in_flight import most_in_flight, plan_in_flight, problem_in_flight
 from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
@@ -92,7 +93,7 @@ class Planner(StepProblems):
         for note in changed.notes:
             LOG.info("%s", note)
         try:
-            found = self._planned_whole(changed.step, first, progress)
+            found = self._planned_whole(changed.step, step, first, progress)
         except InfeasibleBudget as error:
             if not first:
                 raise
@@ -107,8 +108,10 @@ class Planner(StepProblems):
             return with_fused_kernels(step)
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
-        # A percentage refers to the step as it is.
         charged, _ = self._with_earlier_gradients(step)
+        if self.options.several:
+            return split_as_asked(charged, step)
+        # A percentage refers to the step as it is.
         return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]))
 
     def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
@@ -125,10 +128,12 @@ class Planner(StepProblems):
         text = f"with split=auto: {show_bytes(smallest)} ({smallest} bytes)"
         return error.changed(hint=f"{error.hint}; {text}" if error.hint else text)
 
-    def _planned_whole(self, step: CapturedStep, first: bool, progress: Progress | None = None) -> StepPlan:
-        """Plan a step, of which splits and kernels are made already, as `plan` does."""
+    def _planned_whole(
+        self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None = None
+    ) -> StepPlan:
+        """Plan a step, of which splits and kernels are made already, as `plan` does. ``original``: without them."""
         if self.options.several:
-            return self._in_flight(step)
+            return self._in_flight(step, original)
         charged, names = self._with_earlier_gradients(step)
         try:
             adding = replace(charged, added=names)._adding(step) if names else None
@@ -155,19 +160,20 @@ class Planner(StepProblems):
             raise error
         return plan_over_budget(error, how, self.problem(step), step.name)
 
-    def _in_flight(self, step: CapturedStep) -> StepPlan:
+    def _in_flight(self, step: CapturedStep, original: CapturedStep) -> StepPlan:
         """Return the plan of a step for the options ``in_flight`` (several micro-batches in flight) and
-        ``deferred``."""
+        ``deferred``. A percentage refers to the step ``original``."""
+        step, problem = self._stage(step)
+        whole = problem if self.options.split == UNSPLIT else self._stage(original)[1]
+        return plan_in_flight(step, problem, most_in_flight(whole, self.options), self.options)
+
+    def _stage(self, step: CapturedStep) -> tuple[CapturedStep, StageProblem]:
         asked, step = self.options, self.with_inverses(step)
         split = asked.in_flight.deferred is not None
         step = with_separate_weights(step) if split else step
         graph = self.problem(step)
-        return plan_in_flight(
-            step,
-            with_weight_boundary(step, graph) if split else graph,
-            self.loss(step, priced(step, asked.costs)),
-            asked,
-        )
+        graph = with_weight_boundary(step, graph) if split else graph
+        return step, problem_in_flight(step, graph, self.loss(step, priced(step, asked.costs)))
 
     def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
         shown = nullcontext(progress) if progress else progress_bar(step.name)

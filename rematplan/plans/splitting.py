@@ -48,13 +48,17 @@ class RewrittenStep:
     notes: tuple[str, ...] = ()
 
 
-def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget) -> RewrittenStep:
-    """Return a step in which regions are split as the options say; `UsageError` if a named module has none."""
+def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget | None = None) -> RewrittenStep:
+    """Return a step in which regions are split as the options say; `UsageError` if a named module has none.
+
+    ``budget``: for which splits are chosen, if the options do not state them.
+    """
     asked = problems.options.split
     if asked == UNSPLIT:
         return RewrittenStep(step)
     regions = splittable(step, find_regions(step))
     if asked == AUTO_SPLIT:
+        assert budget is not None
         return _noted(problems, step, _chosen(problems, step, kinds_of(step, regions), budget))
     assert isinstance(asked, tuple)
     parts: dict[SplitKind, int] = {}

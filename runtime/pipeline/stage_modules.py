@@ -7,6 +7,8 @@ one stage to the next.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.traceback import annotate, has_preserved_node_meta
 
 from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.graph.compat import OpOverload, pytree
-from rematplan.runtime.graph.module_names import module_names
+from rematplan.runtime.graph.module_names import MODULE, module_name, module_names, prefixes
 from rematplan.runtime.pipeline.exported_model import exported
 from rematplan.runtime.pipeline.message_layout import inverse, keeps_format, memory_order, turned
 
@@ -26,8 +29,32 @@ WITHOUT_GRADIENT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.deta
 """Ops whose results do not require gradients even if their arguments do."""
 
 
+class _Named(fx.Interpreter):
+    """Runs a graph, and records for each op the module of the exported model that calls it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        with annotate({MODULE: module_name(n)}):
+            return getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
+
+
 class StageGraph(fx.GraphModule):
     """The graph of one stage, whose ops are those of the mode at export: training or evaluation cannot be changed."""
+
+    def recompile(self) -> Any:
+        """Compile the graph's forward. A capture runs it node by node, because it calls no modules that name the
+        ops."""
+        code, cls = super().recompile(), type(self)
+        compiled, signature = cls.forward, inspect.signature(self.forward)
+
+        @functools.wraps(compiled)
+        def forward(self: StageGraph, *args: Any, **kwargs: Any) -> Any:
+            if not has_preserved_node_meta():
+                return compiled(self, *args, **kwargs)
+            return _Named(self).run(*signature.bind(*args, **kwargs).arguments.values())
+
+        cls.forward = forward
+        return code
 
     def train(self, mode: bool = True) -> StageGraph:
         """Do nothing for the mode that the graph has, and raise `UsageError` for the other one."""
@@ -58,6 +85,12 @@ class StageModule:
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The tensors among the positional arguments."""
         return tuple(one for one in self.args if isinstance(one, torch.Tensor))
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The names of the model's modules of which ops are in the stage."""
+        nodes = self.module.graph.nodes if isinstance(self.module, fx.GraphModule) else ()
+        return frozenset(name for node in nodes for inner in module_names(node) for name in prefixes(inner))
 
     @property
     def device(self) -> torch.device:

@@ -150,3 +150,17 @@ def test_a_policy_of_mixed_precision_is_refused(workers: Workers) -> None:
     )
     assert len(answers) == 4
     assert all(not good and "with a policy of mixed precision" in told for good, told in answers), answers
+
+
+def test_split_stages_need_less_and_keep_to_it(workers: Workers) -> None:
+    asked = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "rows": 8 * 256}
+    kept = {"strategy": "store_all", "budget": "1GiB"}
+    whole = planned_tasks.planned(**asked, **kept)
+    asked["split"] = {"blocks": 4}
+    promised = planned_tasks.planned(**asked, **kept).peaks
+    assert all(promised[rank] < whole.peaks[rank] for rank in range(4))
+    found = run(workers, **asked, **kept)
+    for rank, answer in enumerate(found):
+        assert TIGHT * promised[rank] <= answer["peak"] <= answer["promise"] == promised[rank]
+        assert all(".up." in name or ".down." in name for name in answer["different"])
+    assert [a["losses"] for a in found if a["losses"] is not None] == [True]

@@ -147,6 +147,29 @@ def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
     assert states + peak <= least
 
 
+@pytest.mark.parametrize("deferred", [None, 1])
+def test_split_layers_need_less_for_all_in_flight(deferred: int | None) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, WIDTH)) for _ in range(2))
+    plain, least = nn.Sequential(*layers), dict[str, int]()
+    asked: dict[str, Any] = ASKED | {"in_flight": 2, "deferred": deferred, "strategy": "store_all"}
+    parts = {"whole": {}, "parts": {"split": {"0": 4, "1": 4}}}
+    for name, more in parts.items():
+        with pytest.raises(InfeasibleBudget) as refused:
+            rematplan.plan_stage(plain, (example(),), budget="1%", **asked, **more)
+        least[name] = refused.value.smallest
+    # What later gradients of weights are computed from exists whole until then.
+    assert (least["parts"] < least["whole"]) == (deferred is None)
+    planned = rematplan.plan_stage(
+        copy.deepcopy(plain), (example(),), budget=least["parts"], **asked, **parts["parts"]
+    )
+    actions = with_in_flight(2, deferred)
+    peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
+    assert sum(p.nbytes for p in plain.parameters()) + peak <= least["parts"]
+    expected = run(plain, with_in_flight(2, None))
+    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
+
+
 def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_stage(model(), (example(),), budget=1000, in_flight=5, **ASKED)
@@ -180,6 +203,7 @@ def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int
             "cannot be combined with counted moves of auto",
         ),
         ({"in_flight": 2, "strategy": Auto(keep_order=True)}, "cannot be combined with keep_order of auto"),
+        ({"in_flight": 2, "split": "auto"}, "cannot be combined with split='auto'"),
         ({"in_flight": 2, "on_infeasible": "least"}, "cannot be combined with on_infeasible"),
         ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
     ],

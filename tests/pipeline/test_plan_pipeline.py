@@ -65,6 +65,13 @@ def planned(
         ({"strategy": rematplan.Auto(two_lanes="on")}, UsageError, "cannot be combined with two lanes"),
         ({"strategy": rematplan.SavedPlan("x.json")}, UsageError, "cannot be combined with a saved plan"),
         ({"strategy": rematplan.Auto(moves=9)}, UsageError, "cannot be combined with counted moves of auto"),
+        ({"split": "auto"}, UsageError, "cannot be combined with split='auto'"),
+        ({"split": {"block": 2}}, UsageError, "no stage has ops of a module 'block'; similar: blocks"),
+        (
+            {"split": {"head": 2}, "schedule": "dataflow"},
+            UsageError,
+            "dataflow cannot be combined with split",
+        ),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
         ({"plans": {}}, UsageError, "no plan of stage 0, which rank 0 runs; it has plans of stages none"),
         ({"loss_fn": loss}, UsageError, "both loss_fn and target"),
