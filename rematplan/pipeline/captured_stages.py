@@ -106,7 +106,8 @@ def captured_stage(
     loss = (loss or planner.loss(step, graph)) if place.last else NO_LOSS
     copies = copies_priced(step, graph, costs) if place.last and not loss.dense else NONE
     graph = with_loss_boundary(step, graph, loss, copies)
-    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
+    once = ops_that_run_once(step, planner.options.policy)
+    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
     graph = without_unused_states(graph)
     if place.split:
         graph = with_weight_boundary(step, graph)

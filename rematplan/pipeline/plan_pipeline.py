@@ -12,6 +12,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.pipeline.auto_cuts import agreed, auto_cuts
+from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.options import parse_rank_budget
 from rematplan.pipeline.rank_plans import (
@@ -32,6 +33,7 @@ from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
+from rematplan.runtime.problem.constraints import check_names, stated_policy
 from rematplan.runtime.problem.loss_memory import LossMemory
 
 AUTO = "auto"
@@ -59,6 +61,7 @@ def plan_pipeline(
     shards: int = 1,
     replicas: int = 1,
     split: str | Mapping[str, int] = UNSPLIT,
+    policy: object = None,
 ) -> Pipeline:
     """Divide a model into stages and plan the recomputation of each rank within a budget.
 
@@ -105,6 +108,7 @@ def plan_pipeline(
             and a copy of the outputs of each micro-batch in flight.
         split: ``off``, or names of modules and the number of parts in which their ops run, as for `plan_module`.
             Cuts are chosen without splits. Not with ``dataflow``.
+        policy: what must be saved, as for `plan_module`. Cuts are chosen without it. Not with ``dataflow``.
 
     Raises:
         InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank that
@@ -122,11 +126,15 @@ def plan_pipeline(
         loss_memory=loss_memory,
         inverses=inverses,
         split=stated_splits(split),
+        policy=stated_policy(policy, model),
     )
     for one in NOT_IN_STAGES:
         if one.holds(asked):
             raise UsageError(f"plan_pipeline cannot be combined with {one.name}")
     order = _order(schedule, stages, microbatches, hop)
+    for name, stated in {"split": asked.split != UNSPLIT, "policy": bool(asked.policy)}.items():
+        if stated and order.name in CHANNELS:
+            raise UsageError(f"{order.name} cannot be combined with {name}")
     budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)
@@ -170,7 +178,7 @@ def captured_pipeline(
     modules = stage_modules(model, one_args, one_kwargs, cuts)
     if MESSAGES_HAVE_GRADIENTS and order.name not in CHANNELS:
         _check_messages(modules)
-    _check_splits(asked, modules, order)
+    _check_splits(asked, modules)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     needed = {s for rank in wanted for s in order.stage_of_rank[rank]}
     every = range(stages) if stated.kind != "bytes" else sorted(needed)
@@ -186,6 +194,9 @@ def captured_pipeline(
         }
 
     parts = captured(asked)
+    if len(parts) == stages:
+        steps = [part.step for part in parts.values() if isinstance(part, CapturedStage)]
+        check_names(asked.policy, steps, type(model).__name__)
     # A percentage refers to the step without splits.
     whole = (
         parts if stated.kind == "bytes" or asked.split == UNSPLIT else captured(replace(asked, split=UNSPLIT))
@@ -193,9 +204,7 @@ def captured_pipeline(
     return Pipeline(order, tuple(cuts), budget_bytes(stated, order, whole), parts, {})
 
 
-def _check_splits(asked: PlanOptions, stages: Sequence[StageModule], order: PipelineSchedule) -> None:
-    if asked.split != UNSPLIT and order.name in CHANNELS:
-        raise UsageError(f"{order.name} cannot be combined with split")
+def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:
     known = frozenset[str]().union(*(stage.modules for stage in stages))
     for name, _ in asked.stated_parts:
         if name not in known:

@@ -15,7 +15,7 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.problem.constraints import ops_that_run_once
+from rematplan.runtime.problem.constraints import check_names, ops_that_run_once
 from rematplan.runtime.problem.earlier_gradients import adding_problem, holding
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import LossMemory
@@ -65,6 +65,7 @@ class StepProblems:
             priced_ = replace(priced_, outputs=tuple(dict.fromkeys((*priced_.outputs, *tangents))))
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
+        check_names(asked.policy, (step,), step.name)
         once = ops_that_run_once(step, asked.policy)
         graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
         graph = without_unused_states(graph)

@@ -73,6 +73,18 @@ def _named_in(model: nn.Module | None, key: object) -> Name:
     return name
 
 
+def check_names(policy: Policy, steps: Sequence[CapturedStep], model: str) -> None:
+    """Check that each name of a policy is a module or an op of one of the steps of ``model``; `UsageError` if not."""
+    for name in () if callable(policy) else policy:
+        module = name.removesuffix(INSIDE) if isinstance(name, str) else name
+        if any(_inside(step, module) or _calls_of(step, name) for step in steps):
+            continue
+        calls, wanted = [c for step in steps for c in step.calls], _dotted(name)
+        known = sorted({*(c.module for c in calls if c.module), *map(_packet, calls)})
+        near = difflib.get_close_matches(wanted, known, 3, 0.3) or known[:3]
+        raise UsageError(f"{wanted} is neither a module nor an op of {model}; similar: {', '.join(near)}")
+
+
 def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...]:
     """Return the ops that a plan may run only once, in the step's order and without views; ops with side effects are
     always included.
@@ -87,7 +99,7 @@ def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...
         for name in policy:
             whole = isinstance(name, str) and name.endswith(INSIDE)
             inside = _inside(step, name.removesuffix(INSIDE) if isinstance(name, str) else name)
-            once |= (inside if whole else _boundary(step, inside)) if inside else _named(step, name)
+            once |= (inside if whole else _boundary(step, inside)) if inside else _calls_of(step, name)
     return tuple(c.name for c in step.calls if c.name in once and not c.is_view)
 
 
@@ -104,15 +116,10 @@ def _inside(step: CapturedStep, name: Name) -> set[str]:
     return {c.name for c in step.calls if c.module and (c.module == name or c.module.startswith(f"{name}."))}
 
 
-def _named(step: CapturedStep, name: Name) -> set[str]:
-    """Return the step's calls of the op ``name``, of all overloads if it names none; `UsageError` if there are none."""
+def _calls_of(step: CapturedStep, name: Name) -> set[str]:
+    """Return the step's calls of the op ``name``, of all overloads if it names none."""
     wanted = _dotted(name)
-    found = {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
-    if not found:
-        known = {*(c.module for c in step.calls if c.module), *(_packet(c) for c in step.calls)}
-        near = difflib.get_close_matches(wanted, sorted(known), 3, 0.3) or sorted(known)[:3]
-        raise UsageError(f"{wanted} is neither a module nor an op of {step.name}; similar: {', '.join(near)}")
-    return found
+    return {c.name for c in step.calls if wanted in (_dotted(c.target), _packet(c))}
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:

@@ -72,6 +72,12 @@ def planned(
             UsageError,
             "dataflow cannot be combined with split",
         ),
+        (
+            {"policy": ["blocks.9"], "ranks": None},
+            UsageError,
+            "neither a module nor an op of Net; similar: blocks",
+        ),
+        ({"policy": ["head"], "schedule": "dataflow"}, UsageError, "dataflow cannot be combined with policy"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
         ({"plans": {}}, UsageError, "no plan of stage 0, which rank 0 runs; it has plans of stages none"),
         ({"loss_fn": loss}, UsageError, "both loss_fn and target"),
@@ -328,3 +334,18 @@ def test_the_numbers_that_connect_ranks_are_counted_once_in_each() -> None:
         schedule = schedule_named(name, 4, 8)
         found = [message_memory(schedule, s, MessageBytes(0, 0, 0, 0)) for s in range(schedule.stages)]
         assert [plan.standing.torch_bytes for plan in found] == [CONNECTING] * 4 + [0] * (schedule.stages - 4)
+
+
+def test_what_a_policy_names_is_saved_in_its_stage() -> None:
+    def saved(**more: Any) -> set[tuple[str, str]]:
+        pipe = planned(cuts=["blocks.4"], stages=2, microbatches=2, **more)
+        return {
+            (call.module, str(call.target))
+            for part in pipe.parts.values()
+            for name in part.problem.graph.never_rerun
+            if (call := part.step.call.get(name)) and not call.backward
+        }
+
+    found = saved(policy=["blocks.1.up", "blocks.6.down", "aten.tanh"]) - saved()
+    products = {(module, "aten.addmm.default") for module in ("blocks.1.up", "blocks.6.down")}
+    assert found == products | {(f"blocks.{k}", "aten.tanh.default") for k in range(8)}
