@@ -349,10 +349,12 @@ def asked_of(
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     shapes = ShapeOptions.of(dynamic_shapes, model, args, kwargs)
-    one = next((c.name for c in (SPLIT, FUSED) if c.holds(options)), None)
-    if one is not None and (statistics is not None or shapes.ranges):
-        other = "ranges in dynamic_shapes" if shapes.ranges else "statistics"
-        raise UsageError(f"{one} cannot be combined with {other}")
+    asked = {"ranges in dynamic_shapes": shapes.ranges, "statistics": statistics}
+    excluded = {"ranges in dynamic_shapes": (SPLIT, FUSED), "statistics": (FUSED,)}
+    for other, conditions in excluded.items():
+        for one in conditions if asked[other] else ():
+            if one.holds(options):
+                raise UsageError(f"{one.name} cannot be combined with {other}")
     return ModuleOptions(options, shapes, statistics)
 
 

@@ -24,7 +24,7 @@ COMMUTES = frozenset({ATEN.add.Tensor, ATEN.mul.Tensor})
 
 def as_run(call: Call) -> Call:
     """Return a call with the op that runs: the one that writes in place if the call does."""
-    return replace(call, target=IN_PLACE[call.target]) if call.in_place else call
+    return replace(call, target=IN_PLACE.get(call.target, call.target)) if call.in_place else call
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
@@ -89,6 +89,15 @@ class Shaped:
     def results(self) -> tuple[str, ...]:
         """The names of all results that are tensors."""
         return tuple(r for r in self.call.results if r)
+
+
+class RowSum(Protocol):
+    """The target of a call that sums over rows of its last operand. One before it is a sum to which it adds in
+    place."""
+
+    def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Self | None:
+        """Return the target for a part of ``count`` of the ``indices`` rows of an operand of a ``shape``; None if it
+        cannot be split."""
 
 
 Rule: TypeAlias = Callable[[Shaped], DimensionRule | None]
@@ -378,6 +387,10 @@ def states_of(
     have = {v: s for v in (*one.operands, *one.results) if isinstance(s := known.get(v), AxisSpan)}
     if not have:
         return None
+    if hasattr(call.target, "part"):
+        x = one.call.args[-1].value
+        sums = have.keys() == {x} and call.target.part(one.shape(x), have[x], indices, indices)
+        return {x: have[x], one.results[0]: SUM} if sums else None
     reshapes = getattr(call.target, "overloadpacket", None) in RESHAPES
     found = _reshaped(one, have, indices) if reshapes else _labelled(one, have)
     if found is None or any(found.get(v) != s for v, s in have.items()):

@@ -70,7 +70,7 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
     step, inside = use.step, set(region.calls)
     late = [c for c in step.calls if c.name in inside and c.backward]
     early = [c for c in step.calls if c.name in inside and not c.backward]
-    if not late or LOSS not in region.modules:
+    if not late or LOSS not in region.modules or any(c.late for c in late):
         return None
     divisors = {c.results[1] for c in early if region.states.get(c.results[0] or "") == LOSS}
     waits = _following(use, {i.value for i in step.inputs if i.kind == "tangent"}, inside)

@@ -86,8 +86,9 @@ class StepUse:
 
     @cached_property
     def of_weights(self) -> frozenset[str]:
-        """Values from which only gradients of parameters are computed: no other output depends on them."""
-        other = {o.value for o in self.step.outputs if o.kind != "gradient"}
+        """Values from which only gradients of parameters, or statistics of them, are computed: no other output
+        depends on them."""
+        other = {o.value for o in self.step.outputs if o.kind not in ("gradient", "statistic")}
         for call in reversed(self.step.calls):
             if any(r in other for r in call.results):
                 other.update(r.value for r in refs((call.args, call.kwargs)))

@@ -234,6 +234,9 @@ class _Splitter(CallEmitter):
         if SUM in states.values() and call.target is ATEN.mm.default and self._adds_in_product(results[0]):
             self._add_product(call, args, results[0], part)
             return
+        if hasattr(call.target, "part"):
+            self._add_rows(call, args, part)
+            return
         names = tuple(r and f"{r}.{part.at}" for r in call.results)
         self.call(call, f"{call.name}.{part.at}", call.target, args, kwargs, names)
         for result, name in zip(call.results, names, strict=True):
@@ -440,6 +443,21 @@ class _Splitter(CallEmitter):
         self.call(call, f"{call.name}.{part.at}", target, args, {}, (name,))
         self.sums[result] = name
 
+    def _add_rows(self, call: Call, args: tuple[Any, ...], part: _Part) -> None:
+        """Emit a `RowSum` of one part's rows, which adds to the sum so far."""
+        x, result = call.args[-1].value, call.results[0] or ""
+        shape = tuple(int(n) for n in self.step.values[x].fake.shape)
+        count, whole = part.stop - part.start, part.region.indices
+        target = call.target.part(shape, part.region.states[x], whole, count)  # type: ignore[attr-defined]
+        one, name = self._new(f"{call.name}.{part.at}"), self._new(f"{result}.sum{part.at}")
+        if part.at:
+            args = (Ref(self.sums[result]), args[-1])
+        adds = len(args) > 1
+        self.calls.append(replace(call, name=one, target=target, args=args, results=(name,), in_place=adds))
+        storage = self.values[args[0].value].storage if adds else name
+        self.values[name] = Value(name, storage, one, self.step.values[result].fake)
+        self.sums[result] = name
+
     def _add(self, call: Call, result: str, summand: str, part: _Part) -> None:
         """Emit the addition of a part's result to the sum so far, in float32 if the type has 16 bits."""
         name, half = f"{result}.sum{part.at}", self.values[summand].fake.dtype in HALF
@@ -465,4 +483,5 @@ class _Splitter(CallEmitter):
         at = next(k for k, c in enumerate(self.calls) if old in c.results)
         call = self.calls[at]
         self.calls[at] = replace(call, results=tuple(new if r == old else r for r in call.results))
-        self.values[new] = replace(self.values.pop(old), name=new, storage=new)
+        value = self.values.pop(old)
+        self.values[new] = replace(value, name=new, storage=new if value.storage == old else value.storage)

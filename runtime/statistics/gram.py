@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from rematplan.runtime.split.axis_rules import AxisSpan, Shape, through_view
 from rematplan.runtime.statistics.packing import block_column, block_columns, packed_size
 from rematplan.runtime.statistics.reading import Patches, Reading
 from rematplan.runtime.statistics.shifts import Shifts, Term, shifts_of
@@ -78,9 +79,30 @@ class Gram:
             return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
         return None
 
-    def __call__(self, tensor: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Return the packed sum over the rows of ``tensor``. If ``previous`` is given, add to it in place and
-        return it."""
+    def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Gram | None:
+        """Return the op for a part of ``count`` of the ``indices`` rows that a tensor has along an axis; None if the
+        whole sum is not that of all parts.
+
+        ``shape``: of the whole tensor. ``span``: where it has the axis.
+        """
+        if self.share < 1:
+            return None
+        if isinstance(self.read, Patches):
+            return (
+                replace(self, read=replace(self.read, batch=count * self.read.batch // indices))
+                if span.first == span.last == 0 and self.read.per_sample == 1
+                else None
+            )
+        found = through_view(shape, self.read.shape, span, indices)
+        kept = (*self.read.samples, *(self.read.places if self.places == "each" else ()))
+        if found is None or not set(range(found.first, found.last + 1)) <= set(kept):
+            return None
+        return replace(self, read=replace(self.read, shape=found.of_part(self.read.shape, count)))
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        """Return the packed sum over the rows of the last tensor. If another one is before it, add to that in place
+        and return it."""
+        tensor, previous = given[-1], given[0] if len(given) > 1 else None
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous
         kept = previous is not None

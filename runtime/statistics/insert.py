@@ -249,9 +249,10 @@ class _Pass:
             fake = self.values.get(value) or self.step.values[value]
             name = f"statistic_{len(self.sums)}"
             packed = fake.fake.new_empty(gram.shape, dtype=sum_type(fake.fake.dtype))
-            args = (Ref(value), *([Ref(previous)] if previous else []))
-            self.before[product].append(call_of(name, gram, args, name))
-            self.values[name] = Value(name, name, name, packed)
+            args = (*([Ref(previous)] if previous else []), Ref(value))
+            call = call_of(name, gram, args, name)
+            self.before[product].append(replace(call, in_place=previous is not None))
+            self.values[name] = Value(name, self.values[previous].storage if previous else name, name, packed)
             self.sums[key] = name, rows + gram.rows(fake.fake.dtype)
         return self.sums[key]
 
