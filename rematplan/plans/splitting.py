@@ -63,7 +63,8 @@ def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget | 
     assert isinstance(asked, tuple)
     parts: dict[SplitKind, int] = {}
     for name, k in asked:
-        inside = [r for r in regions if r.is_in(name)]
+        # A model that was loaded from a file has its name in front of its modules' names.
+        inside = [r for one in (name, f"model.{name}") for r in regions if r.is_in(one)]
         if not inside:
             known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
             raise UsageError(

@@ -26,6 +26,11 @@ def peak(said: Any) -> int:
     return int(json.loads(said.out)["peak"])
 
 
+def test_modules_have_the_names_of_the_users_own_model(file: Path, call: Callable[..., Any]) -> None:
+    asked = ("plan", file, "--dim", "batch=4", "--budget", "least", *QUICK, "--json", "--split")
+    assert peak(call(*asked, "blocks.0=4")) == peak(call(*asked, "model.blocks.0=4"))
+
+
 def test_an_onnx_file_is_split(file: Path, call: Callable[..., Any]) -> None:
     asked = ("plan", file, "--dim", "batch=4", "--budget", "least", *QUICK, "--json")
     assert peak(call(*asked, "--split", "loss=4")) < 0.7 * peak(call(*asked))
