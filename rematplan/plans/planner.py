@@ -89,7 +89,7 @@ class Planner(StepProblems):
         """Return a plan with its step, to which inverses were added. If no plan fits, ``on_infeasible`` decides
         between error and another plan."""
         first = first or not self.store
-        changed = self.rewritten(step)
+        changed = self.rewritten(step, first)
         for note in changed.notes:
             LOG.info("%s", note)
         try:
@@ -102,17 +102,20 @@ class Planner(StepProblems):
         carries = found.carries and not rounds  # splits and kernels are those of one size
         return replace(found, notes=(*changed.notes, *found.notes), carries=carries, rounds=rounds)
 
-    def rewritten(self, step: CapturedStep) -> RewrittenStep:
-        """Return the step with ops split along rows or fused, as the options say, and what to tell the user."""
+    def rewritten(self, step: CapturedStep, first: bool = False) -> RewrittenStep:
+        """Return the step with ops split along rows or fused, as the options say, and what to tell the user.
+
+        ``first``: whether what cannot be split is a `UsageError`.
+        """
         if self.options.fuses:
             return with_fused_kernels(step)
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
         if self.options.several:
-            return split_as_asked(charged, step)
+            return split_as_asked(charged, step, needed=first)
         # A percentage refers to the step as it is.
-        return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]))
+        return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]), needed=first)
 
     def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
         """Return the error that no plan fits, with the smallest peak that splits reach if that is smaller and splits

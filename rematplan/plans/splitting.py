@@ -48,10 +48,13 @@ class RewrittenStep:
     notes: tuple[str, ...] = ()
 
 
-def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget | None = None) -> RewrittenStep:
+def split_as_asked(
+    problems: StepProblems, step: CapturedStep, budget: Budget | None = None, needed: bool = True
+) -> RewrittenStep:
     """Return a step in which regions are split as the options say; `UsageError` if a named module has none.
 
-    ``budget``: for which splits are chosen, if the options do not state them.
+    ``budget``: for which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be
+    split whole, such as a batch of one row.
     """
     asked = problems.options.split
     if asked == UNSPLIT:
@@ -65,7 +68,7 @@ def split_as_asked(problems: StepProblems, step: CapturedStep, budget: Budget | 
     for name, k in asked:
         # A model that was loaded from a file has its name in front of its modules' names.
         inside = [r for one in (name, f"model.{name}") for r in regions if r.is_in(one)]
-        if not inside:
+        if needed and not inside:
             known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
             raise UsageError(
                 f"split: no ops of {name!r} can be split in {step.name}; what can be split is in {known}"
