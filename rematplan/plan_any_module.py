@@ -23,7 +23,6 @@ from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.options import (
     EAGER_KERNELS,
     FUSED,
-    SPLIT,
     UNSPLIT,
     InFlight,
     PlanOptions,
@@ -143,7 +142,8 @@ def plan_module(
             12 combinations apart from the `Dim` with the most sizes, for those in which all except one are at their
             largest. Where no plan fits, ``auto`` searches for more. If some sizes remain without a plan, an error names
             them, or a warning does if ``on_infeasible`` is ``least`` or ``eager``. (Nothing is checked with a saved
-            plan, inverses, reserved gradients, several micro-batches in flight or a budget ``min`` or ``least``.)
+            plan, splits, fused kernels, inverses, reserved gradients, several micro-batches in flight or a budget
+            ``min`` or ``least``.)
         inverses: whether tensors may also be recovered by inverses (ops that compute an input from an output), even if
             these round. Gradients then equal plain autograd's within rounding errors, not bit by bit. A number is the
             largest predicted relative error of such a tensor; True is a limit that suits the tensor's type. The
@@ -349,12 +349,8 @@ def asked_of(
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     shapes = ShapeOptions.of(dynamic_shapes, model, args, kwargs)
-    asked = {"ranges in dynamic_shapes": shapes.ranges, "statistics": statistics}
-    excluded = {"ranges in dynamic_shapes": (SPLIT, FUSED), "statistics": (FUSED,)}
-    for other, conditions in excluded.items():
-        for one in conditions if asked[other] else ():
-            if one.holds(options):
-                raise UsageError(f"{one.name} cannot be combined with {other}")
+    if statistics is not None and FUSED.holds(options):
+        raise UsageError(f"{FUSED.name} cannot be combined with statistics")
     return ModuleOptions(options, shapes, statistics)
 
 

@@ -48,8 +48,8 @@ def prove_ranges(
     Raises `UnfitSizes`, or warns, where none fits. Warns of combinations and dimensions that are not proven.
     """
     options, found = planner.options, list[RangePlan]()
-    if options.several or options.reserved.gradients or options.inverting or options.saved is not None:
-        return ()
+    if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
+        return ()  # what is split or fused is so at one size
     if options.stated_budget().is_lean:
         return ()
     # The other dimensions have fixed sizes. Sizes below 2 have other ops and are not checked.

@@ -353,7 +353,6 @@ def test_a_saved_plan(model: Net, tmp_path: Any) -> None:
         ({"policy": ["aten.mm"]}, "a policy"),
         ({"strategy": rematplan.Auto(two_lanes="on")}, "two lanes"),
         ({"statistics": rematplan.Kronecker()}, "statistics"),
-        ({"dynamic_shapes": {"x": {0: torch.export.Dim("rows", min=2, max=8)}}}, "ranges"),
     ],
 )
 def test_what_cannot_be_combined(model: Net, options: Any, name: str) -> None:

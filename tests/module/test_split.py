@@ -169,9 +169,19 @@ def test_a_module_without_a_region_is_refused(model: Head, tokens: Tensor) -> No
         planned(model, tokens, budget="50%", split={"token": 4})
 
 
+def test_every_size_in_a_range_is_split_before_training(model: Head, tokens: Tensor) -> None:
+    ranges = {"tokens": {0: torch.export.Dim("n", min=2, max=4)}}
+    found = planned(model, tokens, budget="50%", split={"loss": 4}, dynamic_shapes=ranges)
+    plans = rematplan.planning(found).plans
+    assert len(plans) == 3
+    for rows in (2, 3, 4):
+        assert torch.equal(found(tokens[:rows]), model(tokens[:rows]))
+        assert found.plan.peak <= found.plan.budget == plans[0].budget
+    assert len(rematplan.planning(found).plans) == 3
+    with pytest.raises(UsageError, match="tokens has size 5"):
+        found(tokens.new_zeros(5, 128))
+
+
 def test_what_excludes_splits(model: Head, tokens: Tensor) -> None:
-    ranges = {"tokens": {0: torch.export.Dim("n", min=2, max=8)}}
-    with pytest.raises(UsageError, match="split cannot be combined with ranges in dynamic_shapes"):
-        planned(model, tokens, budget="50%", split="auto", dynamic_shapes=ranges)
     with pytest.raises(UsageError, match="split='auto' cannot be combined with a saved plan"):
         planned(model, tokens, strategy=rematplan.SavedPlan("plan.json"), split="auto")
