@@ -103,7 +103,7 @@ def _workspaces(step: CapturedStep, graph: TrainingGraph) -> dict[LibraryCall, i
     found: dict[LibraryCall, int] = {}
     for call in step.calls:
         if call.name in graph.op and not is_fusible(step, call):
-            kind = _kind(call.target, tuple(step.values[r].fake for r in call.results if r))
+            kind = _kind(call.target, tuple(step.values[r].fake for r in call.made))
             found[kind] = max(found.get(kind, 0), graph.op[call.name].workspace)
     return found
 
@@ -208,7 +208,7 @@ class InductorPlans:
 def code_peak(step: CapturedStep, graph: TrainingGraph, plan: Plan, peaks: CodePeaks) -> int:
     """Return the peak in bytes of a step whose halves Inductor compiled, with all that the problem holds in addition
     to their buffers."""
-    outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    outputs = step.returned("output")
     held = sum(step.storage_bytes[one] for one in outputs) + graph.size.get(LOSS_VALUE, 0)
     series = resident_bytes(graph, plan.schedule)
     loss = max((at for run, at in zip(plan.schedule, series, strict=True) if run == Run(LOSS)), default=0)

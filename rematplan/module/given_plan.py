@@ -70,6 +70,6 @@ def ops_of(step: CapturedStep) -> tuple[object, ...]:
     captured again."""
 
     def types(call: Call) -> tuple[object, ...]:
-        return tuple(getattr(step.values[r].fake, "dtype", None) for r in call.results if r)
+        return tuple(getattr(step.values[r].fake, "dtype", None) for r in call.made)
 
     return tuple((call.target, types(call)) for call in step.calls)

@@ -25,7 +25,7 @@ from rematplan.runtime.capture.patches.fake_layouts import check_layouts, is_uns
 from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.in_place import operands_to_overwrite
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.tracked_sizes import SizeValues, without_values
 from rematplan.runtime.symbols.expressions import OpenSize
 from rematplan.runtime.symbols.symbolic_step import OpenStep, Size
@@ -157,10 +157,7 @@ class SizedPlans:
         return tuple(
             (
                 call,
-                tuple(
-                    (values[r.value].shape, values[r.value].stride)
-                    for r in refs((call.args, dict(call.kwargs)))
-                ),
+                tuple((values[name].shape, values[name].stride) for name in call.operands),
             )
             for call in self.step.calls
             if is_unsure(call.target, ones=False)

@@ -245,7 +245,7 @@ def part_problem(
 
 def _of_the_model(step: CapturedStep) -> set[str]:
     """Return the storages of the parameters and buffers, which are counted for the whole model."""
-    return {step.values[i.value].storage for i in step.inputs if i.kind in ("parameter", "buffer")}
+    return {*step.given("parameter", "buffer")}
 
 
 def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:

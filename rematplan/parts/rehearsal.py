@@ -39,7 +39,7 @@ from rematplan.runtime.capture.restore_state import (
 from rematplan.runtime.capture.same_contents import SameContents
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import CapturedStep, refs
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_current_modes, pytree
 
 FEW = 2
@@ -90,12 +90,7 @@ class EqualParts:
     def _reads(self) -> Counter[str]:
         """By value of the step, how many forward ops read it."""
         step = self.capture.found.step
-        reads = Counter(
-            value
-            for call in step.calls
-            if not call.backward
-            for value in {ref.value for ref in refs((call.args, dict(call.kwargs)))}
-        )
+        reads = Counter(value for call in step.calls if not call.backward for value in set(call.operands))
         reads.update(o.value for o in step.outputs if o.kind == "output")
         return reads
 

@@ -127,7 +127,7 @@ def readers(step: CapturedStep, graph: TrainingGraph, tensors: Collection[str]) 
 
 def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
     """Return the tensors with new contents of buffers that a step computes and that no op of the step reads."""
-    made = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "buffer")
+    made = step.returned("buffer")
     every = (*graph.ops, *graph.inverses)  # some read a buffer in the problem only so that it exists then
     read = {t for op in every if op.name in step.call for t in step.reads(step.call[op.name])}
     return tuple(t for t in made if t in graph.producer and t not in read)

@@ -61,7 +61,7 @@ class StepProblems:
         error = asked.max_inversion_error
         priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
         if self.keeps_tangents:
-            tangents = (step.values[i.value].storage for i in step.inputs if i.kind == "tangent")
+            tangents = step.given("tangent")
             priced_ = replace(priced_, outputs=tuple(dict.fromkeys((*priced_.outputs, *tangents))))
         copies = copies_priced(step, priced_, asked.costs)
         graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)

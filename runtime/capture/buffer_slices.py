@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.compat import OpOverload
 from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
 from rematplan.runtime.symbols.symbolic_batch import is_dense
@@ -57,10 +57,6 @@ def with_new_buffers(step: CapturedStep) -> CapturedStep:
     """Return the step with a `NewBuffer` for each scatter of which nothing but the part that it wrote is read."""
     if not any(call.target in PARTS for call in step.calls):
         return step
-    readers: dict[str, list[Call]] = {}
-    for call in step.calls:
-        for ref in dict.fromkeys(refs((call.args, call.kwargs))):
-            readers.setdefault(ref.value, []).append(call)
     outputs = {o.value for o in step.outputs}
     new: dict[str, Call] = {}
     for call in reversed(step.calls):
@@ -70,7 +66,7 @@ def with_new_buffers(step: CapturedStep) -> CapturedStep:
         fake = step.values[str(call.results[0])].fake
         # Or it is a buffer in which such a scatter writes next.
         if is_dense(fake) and all(
-            _reads_part(step, call, reader, new) for reader in readers.get(str(call.results[0]), ())
+            _reads_part(step, call, reader, new) for reader in step.readers.get(str(call.results[0]), ())
         ):
             layout = list(shape_of(fake)), list(stride_of(fake)), fake.dtype
             target = NewBuffer(PARTS[call.target])
@@ -83,7 +79,7 @@ def _reads_part(step: CapturedStep, scatter: Call, reader: Call, new: Mapping[st
     later such scatters."""
     buffer = Ref(str(scatter.results[0]))
     if reader.name in new:
-        return list(refs((reader.args, reader.kwargs))).count(buffer) == 1 and reader.args[0] == buffer
+        return reader.operands.count(buffer.value) == 1 and reader.args[0] == buffer
     part = PARTS[scatter.target]
     return reader.target is part and _range(step, buffer, part, reader.args[1:], reader.kwargs) == _range(
         step, buffer, part, scatter.args[2:], scatter.kwargs

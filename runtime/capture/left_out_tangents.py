@@ -19,7 +19,6 @@ from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
     Value,
-    refs,
     single_call,
     substitute,
 )
@@ -79,15 +78,15 @@ class _Reduced:
         self.step = self._finished(missing, left_out, calls) if self.possible else None
 
     def _call(self, call: Call) -> Iterator[Call]:
-        results = [r for r in call.results if r]
+        results = call.made
         if results and self.zeros.values.issuperset(results):
             self.possible &= not call.seeded  # removing it would change later draws
         elif call.name in self.zeros.sums:
             self._equate(results[0], self.zeros.sums[call.name])
         else:
-            for ref in dict.fromkeys(refs((call.args, call.kwargs))):
-                if ref.value in self.zeros.values:
-                    yield self._zeros(ref.value, f"{ref.value}_zeros_for_{call.name}")
+            for name in dict.fromkeys(call.operands):
+                if name in self.zeros.values:
+                    yield self._zeros(name, f"{name}_zeros_for_{call.name}")
             args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._now(name, call)))
             yield replace(call, args=args, kwargs=kwargs)
 

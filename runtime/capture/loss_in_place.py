@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.kernel_of import kernel_of
 
 ATEN = torch.ops.aten
@@ -46,14 +46,10 @@ class CrossEntropyBackward:
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
     """Return the step with one `CrossEntropyBackward`, named as the first call, for each pair of backwards that
     `_second` allows."""
-    readers: dict[str, list[Call]] = {}
-    for call in step.calls:
-        for ref in dict.fromkeys(refs((call.args, call.kwargs))):
-            readers.setdefault(ref.value, []).append(call)
     outputs = {o.value for o in step.outputs}
     calls, values, gone = [], dict(step.values), set[str]()
     for call in step.calls:
-        second = _second(step, call, readers) if outputs.isdisjoint(r for r in call.results if r) else None
+        second = _second(step, call) if outputs.isdisjoint(call.made) else None
         if second is not None:
             gone.add(second.name)
             target = CrossEntropyBackward(call.target)
@@ -65,7 +61,7 @@ def with_losses_in_place(step: CapturedStep) -> CapturedStep:
     return replace(step, calls=tuple(calls), values=values)
 
 
-def _second(step: CapturedStep, call: Call, readers: dict[str, list[Call]]) -> Call | None:
+def _second(step: CapturedStep, call: Call) -> Call | None:
     """Return the backward of ``log_softmax`` that may overwrite the gradient of ``call``, a backward of ``nll_loss``
     on a CPU; else None.
 
@@ -74,7 +70,7 @@ def _second(step: CapturedStep, call: Call, readers: dict[str, list[Call]]) -> C
     if call.target not in LOSSES or call.kwargs:
         return None
     name = str(call.results[0])
-    second = readers.get(name, [])
+    second = step.readers.get(name, ())
     if len(second) != 1 or second[0].target is not SCORES.default or second[0].kwargs:
         return None
     made, result = (step.values[v].fake for v in (name, str(second[0].results[0])))

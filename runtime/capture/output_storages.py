@@ -32,7 +32,7 @@ def without_copies(step: CapturedStep) -> CapturedStep:
     """
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
-    read = {r.value for call in step.calls for r in refs((call.args, call.kwargs))}
+    read = {r for call in step.calls for r in call.operands}
     for output in step.outputs:
         copy = values[output.value]
         call = step.call.get(copy.call or "")
@@ -58,7 +58,7 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
 
     ``leaves``: whether tensors of the batch are leaves of the autograd graph, as a pipeline stage's inputs are.
     """
-    used = {step.values[i.value].storage for i in step.inputs}
+    used = {*step.given()}
     learned = ("parameter", "batch") if leaves else ("parameter",)
     inputs = {
         (GRADIENT_OF[i.kind], i.target): step.values[i.value].fake for i in step.inputs if i.kind in learned

@@ -11,7 +11,7 @@ import torch
 
 from rematplan.runtime.costs.device_models import DeviceModel
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 
 aten = torch.ops.aten
 
@@ -38,8 +38,8 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 def moved_bytes(step: CapturedStep, call: Call) -> int:
     """Return the bytes of all tensors that a call reads and writes. An element that a broadcast tensor repeats (stride
     0) counts once."""
-    read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
-    tensors = [step.values[v].fake for v in (*read, *(r for r in call.results if r))]
+    read = dict.fromkeys(call.operands)
+    tensors = [step.values[v].fake for v in (*read, *call.made)]
     return sum(_distinct(t) * t.element_size() for t in tensors)
 
 

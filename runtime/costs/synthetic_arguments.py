@@ -76,7 +76,7 @@ class SyntheticArguments:
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
         """Return whether the trace may not show a tensor's content: it is empty there, while another result of its
         call is not."""
-        results = [self.step.values[r].fake for r in maker.results if r]
+        results = [self.step.values[r].fake for r in maker.made]
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:

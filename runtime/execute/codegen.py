@@ -113,10 +113,7 @@ class Writer(Emitter):
         the step."""
         # The variables are deleted there even if the schedule frees the storage later or not at all: with
         # other strides than at capture, views may be copies.
-        given = {self.step.values[o.value].storage for o in self.step.outputs}
-        tangents = {
-            self.step.values[i.value].storage for i in self.step.inputs if i.kind == "tangent"
-        } - given
+        tangents = self.step.given("tangent") - self.step.returned()
         ends = {
             storage: at
             for at, one in enumerate(self.schedule)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.runtime.execute.random_replay import replayed_ops
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 
 
 class Emitter(ABC):
@@ -69,7 +69,7 @@ class Emitter(ABC):
             if not self.is_view(top):
                 raise ProblemError(f"{self.step.name}: {top!r} is read, but its storage is not resident")
             call = self.step.call[self.step.values[top].call or ""]
-            missing = [r.value for r in refs((call.args, call.kwargs)) if not self.is_alive(r.value)]
+            missing = [r for r in call.operands if not self.is_alive(r)]
             stack += missing
             if not missing:
                 self.emit(call)

@@ -18,7 +18,7 @@ from rematplan.runtime.execute.compile import compile_halves
 from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.fuse.kernel import FusedKernel
 from rematplan.runtime.fuse.real_numbers import with_checks
-from rematplan.runtime.graph.captured_step import CapturedStep, refs
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.tangent_layouts import RESHAPE, AsCaptured, for_any_layout
 from rematplan.runtime.graph.zero_tangents import changes_strides
 
@@ -65,7 +65,7 @@ class FirstRun:
         # The copy of a reshape has the new shape there.
         reshaped = {c.name for c in opened.calls if c.target is RESHAPE and step.call[c.name].target is CLONE}
         strides = {name: v.fake.stride() for name, v in step.values.items() if v.call not in reshaped}
-        read = {r.value for call in step.call.values() for r in refs((call.args, call.kwargs))}
+        read = {r for call in step.call.values() for r in call.operands}
         self.check = check = LayoutCheck(strides, read)
         self.halves = compile_halves(opened, schedule, missing, spare=spare, overwrite=not kept, note=check)
 
@@ -76,11 +76,7 @@ class FirstRun:
         if not others:
             return self._wrong_numbers()
         makers = {name: self.step.call[self.step.values[name].call or ""] for name in others}
-        first = {
-            name: call
-            for name, call in makers.items()
-            if not any(r.value in others for r in refs((call.args, call.kwargs)))
-        }
+        first = {name: call for name, call in makers.items() if others.keys().isdisjoint(call.operands)}
         name, call = next(iter((first or makers).items()))
         shape, planned = tuple(self.step.values[name].fake.shape), self.check.strides[name]
         text = f"{call.target} returned a tensor of shape {shape} with strides {others[name]}, not {planned}"

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.capture.buffer_slices import PARTS
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.graph.compat import OpOverload
 from rematplan.runtime.graph.in_place_calls import COMMUTES, fills, layout
 from rematplan.runtime.problem.loss_boundary import split_at_loss
@@ -216,7 +216,7 @@ def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
 
     An operand fills its storage, has the result's type, shape and strides, and is read once by the call.
     """
-    read = [step.values[r.value] for r in refs((call.args, call.kwargs))]
+    read = [step.values[r] for r in call.operands]
     result = step.values[call.results[0] or ""].fake
     sibling = _sibling(call.target)
     if (

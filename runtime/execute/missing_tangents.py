@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rematplan.planner.core.schedule import Run, Schedule
-from rematplan.runtime.graph.captured_step import CapturedStep, refs
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.zero_tangents import zeros_without
 from rematplan.runtime.problem.loss_boundary import LATE
 
@@ -43,14 +43,14 @@ def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Itera
         if not isinstance(one, Run):
             continue
         call = step.call[one.op]
-        made = {step.values[r].storage for r in call.results if r and r not in zero}
+        made = {step.values[r].storage for r in call.made if r not in zero}
         # The first run of a random call advances the generator, even if nothing reads its result.
         if wanted.isdisjoint(made) and not (one.op in once and _is_first(schedule, at)):
             skipped.add(at)
             continue
         wanted -= made
         # A sum with a zero reads only its other summand. A call that reads a zero and other values makes the zero.
-        read = [same[call.name]] if call.name in same else [r.value for r in refs((call.args, call.kwargs))]
+        read = [same[call.name]] if call.name in same else list(call.operands)
         wanted.update(step.values[v].storage for v in read if v not in zero)
     return Unused(zero, frozenset(skipped), tuple(same.items()))
 

@@ -117,13 +117,13 @@ class LaneWriter(Writer):
 
     @cached_property
     def _inputs(self) -> set[str]:
-        return {self.step.values[i.value].storage for i in self.step.inputs}
+        return {*self.step.given()}
 
     def _stretch(self, start: int, end: int) -> _Stretch:
         """Return what each lane does at positions ``start`` to ``end`` (exclusive). What later positions read passes
         to the main lane."""
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
-        wanted = dict.fromkeys(self.step.values[o.value].storage for o in self.step.outputs)
+        wanted = dict.fromkeys(self.step.returned())
         for reads, writes in reversed(self._touches[last:]):
             wanted = {t: None for t in wanted if t not in writes} | dict.fromkeys(reads)
         where = placed(first, (at for at in self.where.recovery if first <= at < last), last)

@@ -141,9 +141,7 @@ def _need(step: CapturedStep) -> Callable[[Call], int]:
 def _peak(step: CapturedStep) -> tuple[int, str]:
     """Return the largest bytes without recomputation, without inputs and libraries' workspaces, and the call where
     they occur."""
-    kept = {step.values[i.value].storage for i in step.inputs} | {
-        step.values[o.value].storage for o in step.outputs
-    }
+    kept = step.given() | step.returned()
     last = {s: c.name for c in step.calls if not c.is_view for s in step.reads(c)}
     resident, highest, at = 0, 0, ""
     for call in step.calls:

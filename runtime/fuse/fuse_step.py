@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from rematplan.runtime.fuse.kernel import FusedKernel
 from rematplan.runtime.fuse.regions import Region
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 
 
@@ -28,11 +28,8 @@ def fused_step(step: CapturedStep, kernels: Mapping[Region, FusedKernel]) -> Cap
 
 def _sorted(calls: Mapping[str, Call], at: Mapping[str, int]) -> tuple[Call, ...]:
     """Return calls so that each follows those it reads, forward before backward and by least position ``at``."""
-    maker = {r: c.name for c in calls.values() for r in c.results if r}
-    read = [refs((c.args, c.kwargs)) for c in calls.values()]
-    before = {
-        c: {maker[r.value] for r in found if r.value in maker} for c, found in zip(calls, read, strict=True)
-    }
+    maker = {r: c.name for c in calls.values() for r in c.made}
+    before = {name: {maker[r] for r in c.operands if r in maker} for name, c in calls.items()}
     for a, b in pairwise(sorted((c.name for c in calls.values() if c.ordered), key=at.__getitem__)):
         before[b].add(a)
     after: dict[str, list[str]] = {name: [] for name in calls}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import OpOverload
 
 ATEN = torch.ops.aten
@@ -85,17 +85,17 @@ def is_fusible(step: CapturedStep, call: Call) -> bool:
     kind = _packet(call) in FUSIBLE or (pointwise and getattr(call.target, "namespace", "") == "aten")
     if not kind or call.is_view or call.ordered or call.late or call.in_place:
         return False
-    results = [r for r in call.results if r]
+    results = list(call.made)
     storages = [step.values[r].storage for r in results]
-    read = [r.value for r in refs((call.args, call.kwargs))]
+    read = list(call.operands)
     tensors = [step.values[v].fake for v in (*read, *results)]
     return bool(read) and len(set(storages)) == len(storages) and _plain(tensors)
 
 
 def is_factory(step: CapturedStep, call: Call) -> bool:
     """Return whether a kernel can compute the result of a call that reads no tensor."""
-    results = [step.values[r].fake for r in call.results if r]
-    return _packet(call) in FACTORIES and not any(refs((call.args, call.kwargs))) and _plain(results)
+    results = [step.values[r].fake for r in call.made]
+    return _packet(call) in FACTORIES and not call.operands and _plain(results)
 
 
 def is_inner_view(call: Call) -> bool:

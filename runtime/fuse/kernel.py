@@ -16,7 +16,7 @@ from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.fuse.inductor import Compiled, begin
 from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
 from rematplan.runtime.graph.compat import FakeTensor
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
@@ -95,7 +95,7 @@ class RegionOps:
     @cached_property
     def _read_last(self) -> tuple[tuple[str, ...], ...]:
         """For each call, the values that no later call reads."""
-        last = {r.value: at for at, c in enumerate(self.region.calls) for r in refs((c.args, dict(c.kwargs)))}
+        last = {r: at for at, c in enumerate(self.region.calls) for r in c.operands}
         gone: list[list[str]] = [[] for _ in self.region.calls]
         for value, at in last.items():
             if value not in self.region.outputs:

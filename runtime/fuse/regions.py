@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from rematplan.runtime.fuse.computed_again import computed_again, is_cheap
 from rematplan.runtime.fuse.fusible_ops import is_factory, is_fusible, is_inner_view
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 
 LEAST_CALLS = 2
 """A region of fewer ops stays a call of a library."""
@@ -44,13 +44,9 @@ class Regions:
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
-        self.maker = {r: c for c in step.calls for r in c.results if r}
-        self.readers: dict[str, list[Call]] = {}
-        for call in step.calls:
-            for value in dict.fromkeys(_read(call)):
-                self.readers.setdefault(value, []).append(call)
+        self.maker = step.makers
         self.position = {c.name: at for at, c in enumerate(step.calls)}
-        returned = {step.values[o.value].storage for o in step.outputs if o.kind == "output"}
+        returned = step.returned("output")
         self.fusible = {
             c.name
             for c in step.calls
@@ -114,7 +110,7 @@ class Regions:
         found = [self._region(names, again) for names in groups]
         needed = self._needed({name: region for region in found for name in region.names})
         results = (
-            tuple(r for name in region.names for r in self.step.call[name].results if r in needed)
+            tuple(r for name in region.names for r in self.step.call[name].made if r in needed)
             for region in found
         )
         return tuple(
@@ -144,7 +140,7 @@ class Regions:
         level: dict[str, int] = {}
         before: str | None = None
         for call in self.step.calls:
-            found = [self.maker[v] for v in _read(call) if v in self.maker]
+            found = [self.maker[v] for v in call.operands if v in self.maker]
             level[call.name] = max((level[m.name] + self._ends(m) for m in found), default=0)
             if call.ordered:
                 level[call.name] = max(level[call.name], 0 if before is None else level[before] + 1)
@@ -159,12 +155,12 @@ class Regions:
         """Return the values that a call reads, through views that a kernel can take. Results of factories are left
         out."""
         found: dict[str, None] = {}
-        stack = _read(call)
+        stack = [*call.operands]
         while stack:
             value = stack.pop()
             maker = self.maker.get(value)
             if maker is not None and is_inner_view(maker):
-                stack += _read(maker)
+                stack += maker.operands
             elif maker is None or not is_factory(self.step, maker):
                 found[value] = None
         return list(found)
@@ -177,11 +173,11 @@ class Regions:
     def _readers(self, call: Call) -> list[Call]:
         """Return the calls that read a call's results, through views that a kernel can take."""
         found: dict[str, Call] = {}
-        stack = [r for r in call.results if r]
+        stack = list(call.made)
         while stack:
-            for reader in self.readers.get(stack.pop(), ()):
+            for reader in self.step.readers.get(stack.pop(), ()):
                 if is_inner_view(reader):
-                    stack += [r for r in reader.results if r]
+                    stack += reader.made
                 else:
                     found[reader.name] = reader
         return list(found.values())
@@ -193,7 +189,7 @@ class Regions:
         while stack:
             call = stack.pop()
             calls[call.name] = call
-            for value in _read(call):
+            for value in call.operands:
                 maker = self.maker.get(value)
                 if maker is None or not (
                     maker.name in inside
@@ -209,7 +205,7 @@ class Regions:
 
     def _operands_of_cheap_ops(self) -> dict[str, list[str]]:
         """Return, by the storage that a cheap op of the forward makes, the storages that it reads."""
-        kept = {self.step.values[o.value].storage for o in self.step.outputs}
+        kept = self.step.returned()
         found = {}
         for call in self.step.calls:
             (storage, *_) = (*self.step.writes(call), "")
@@ -224,8 +220,8 @@ class Regions:
         inside = {name for names in groups for name in names}
         early = {s for c in self.step.calls if not c.backward for s in self.step.writes(c)}
         late = [c for c in self.step.calls if c.backward and not c.is_view]
-        kept = {self.step.values[i.value].storage for i in self.step.inputs}
-        kept |= {self.step.values[o.value].storage for o in self.step.outputs}
+        kept = {*self.step.given()}
+        kept |= self.step.returned()
         kept |= {s for c in late if c.name not in inside for s in self.step.reads(c)}
         fused = {s for c in late if c.name in inside for s in self.step.reads(c)} & early
         return computed_again(self.step, self.operands, fused, kept)
@@ -233,17 +229,13 @@ class Regions:
     def _needed(self, region_of: Mapping[str, Region]) -> set[str]:
         """Return the values that a step with these regions needs. A region's ops need what the region reads."""
         needed = {o.value for o in self.step.outputs}
-        needed |= {v for c in self.step.calls if c.ordered for v in _read(c)}
+        needed |= {v for c in self.step.calls if c.ordered for v in c.operands}
         stack = list(needed)
         while stack:
             call = self.maker.get(stack.pop())
             if call is not None:
                 region = region_of.get(call.name)
-                read = _read(call) if region is None else region.inputs
+                read = call.operands if region is None else region.inputs
                 stack += [v for v in read if v not in needed]
                 needed.update(read)
         return needed
-
-
-def _read(call: Call) -> list[str]:
-    return [r.value for r in refs((call.args, call.kwargs))]

@@ -3,7 +3,7 @@ may share a storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -92,6 +92,16 @@ class Call:
 
     The addition of the call's gradient to those of other readers has it, too. Numbers of two captures differ.
     """
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the tensors among its arguments, in order; a tensor that occurs twice is there twice."""
+        return tuple(ref.value for ref in refs((self.args, self.kwargs)))
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The names of the tensors among its results, in order."""
+        return tuple(name for name in self.results if name)
 
     @property
     def collective(self) -> bool:
@@ -198,6 +208,31 @@ class CapturedStep:
         """All calls of the step and all its inverses (calls that can recompute a tensor from later ones), by name."""
         return {c.name: c for c in (*self.calls, *self.inverses)}
 
+    def given(self, *kinds: InputKind) -> Set[str]:
+        """Return the storages of the inputs of some kinds, else of all, in order."""
+        ends = (i for i in self.inputs if not kinds or i.kind in kinds)
+        return dict.fromkeys(self.values[i.value].storage for i in ends).keys()
+
+    def returned(self, *kinds: OutputKind) -> Set[str]:
+        """Return the storages of the outputs of some kinds, else of all, in order."""
+        ends = (o for o in self.outputs if not kinds or o.kind in kinds)
+        return dict.fromkeys(self.values[o.value].storage for o in ends).keys()
+
+    @cached_property
+    def makers(self) -> Mapping[str, Call]:
+        """By the name of a value, the call that makes it; inputs are left out."""
+        return {name: call for call in self.calls for name in call.made}
+
+    @cached_property
+    def readers(self) -> Mapping[str, Sequence[Call]]:
+        """By the name of a value, the calls that read it, each once and in order; values that none reads are left
+        out."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            for name in dict.fromkeys(call.operands):
+                found.setdefault(name, []).append(call)
+        return found
+
     @cached_property
     def priced_calls(self) -> tuple[Call, ...]:
         """The calls that take time and allocate storages: all calls and inverses that are not views."""
@@ -224,7 +259,7 @@ class CapturedStep:
     def drawing_device(self, call: Call) -> torch.device:
         """Return the device whose generator a random call uses: that of its first tensor, else the step's main
         device."""
-        return next((self.values[r].fake.device for r in call.results if r), self.device)
+        return next((self.values[r].fake.device for r in call.made), self.device)
 
     @cached_property
     def drawing_devices(self) -> tuple[torch.device, ...]:
@@ -243,21 +278,21 @@ class CapturedStep:
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:
-            if call.late or any(r.value in after for r in refs((call.args, call.kwargs))):
+            if call.late or not after.isdisjoint(call.operands):
                 found.add(call.name)
-                after.update(r for r in call.results if r)
+                after.update(call.made)
         return frozenset(found)
 
     def reads(self, call: Call) -> tuple[str, ...]:
         """Return the names of the storages of a call's tensor arguments, each once, in order."""
-        return tuple(dict.fromkeys(self.values[r.value].storage for r in refs((call.args, call.kwargs))))
+        return tuple(dict.fromkeys(self.values[name].storage for name in call.operands))
 
     def writes(self, call: Call) -> tuple[str, ...]:
         """Return the names of the storages that a call allocates for its results, each once, in order; none if the
         call is a view or writes in place."""
         if call.is_view or call.in_place:
             return ()
-        return tuple(dict.fromkeys(self.values[r].storage for r in call.results if r))
+        return tuple(dict.fromkeys(self.values[r].storage for r in call.made))
 
 
 def refs(args: Any) -> Iterator[Ref]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
+from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 
 LARGEST_CONSTANT = 2**20
 """The number of elements above which a value is not computed. The values that rematplan needs (scales, indices) are
@@ -44,10 +44,10 @@ class KnownValues:
         call = self.step.call.get(name or "")
         if call is None or call.ordered or not depth:
             return
-        wanted = [self.step.values[r].fake for r in call.results if r]
+        wanted = [self.step.values[r].fake for r in call.made]
         if any(fake.numel() > LARGEST_CONSTANT for fake in wanted):
             return
-        values = {r.value: self._find(r.value, depth - 1) for r in refs((call.args, call.kwargs))}
+        values = {r: self._find(r, depth - 1) for r in call.operands}
         if any(t is None for t in values.values()):
             return
         with torch.no_grad():

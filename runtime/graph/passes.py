@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rematplan.runtime.graph.captured_step import (
     CapturedStep,
-    refs,
 )
 
 
@@ -23,7 +22,7 @@ def with_phases(step: CapturedStep) -> CapturedStep:
         if call.name in late or not (call.ordered or any(r in needed for r in call.results)):
             backward.add(call.name)
         else:
-            needed.update(r.value for r in refs((call.args, call.kwargs)))
+            needed.update(call.operands)
     return replace(step, calls=tuple(replace(c, backward=c.name in backward) for c in step.calls))
 
 
@@ -35,8 +34,8 @@ def without_dead_calls(step: CapturedStep) -> CapturedStep:
     for call in reversed(step.calls):
         if call.ordered or any(r in needed for r in call.results):
             kept.append(call)
-            needed.update(r.value for r in refs((call.args, call.kwargs)))
+            needed.update(call.operands)
     kept.reverse()
-    alive = {r for c in kept for r in c.results if r} | {i.value for i in step.inputs}
+    alive = {r for c in kept for r in c.made} | {i.value for i in step.inputs}
     values = {name: v for name, v in step.values.items() if name in alive}
     return replace(step, calls=tuple(kept), values=values)

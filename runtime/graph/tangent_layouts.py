@@ -6,14 +6,13 @@ mode's choices by strides. It records all strides (`Notes`), to be compiled for 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.graph.compat import FakeTensorMode
 from rematplan.runtime.graph.storage_slices import has_strides
 
@@ -98,15 +97,10 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
     """Return the clones that a reshape was captured as: no outputs, read by one `_unsafe_view` alone. By name, the
     view's shape."""
-    outputs = {step.values[o.value].storage for o in step.outputs}
-    readers: dict[str, list[Call]] = defaultdict(list)
-    for call in step.calls:
-        for ref in refs((call.args, call.kwargs)):
-            readers[ref.value].append(call)
-    found = {}
+    outputs, found = step.returned(), {}
     for call in step.calls:
         if call.target is ATEN.clone.default and step.values[call.results[0] or ""].storage not in outputs:
-            by = readers[call.results[0] or ""]
+            by = step.readers.get(call.results[0] or "", ())
             if len(by) == 1 and by[0].target is ATEN._unsafe_view.default:
                 found[call.name] = by[0].args[1]
     return found

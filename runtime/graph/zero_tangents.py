@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
     zero = set(missing)
     sums: dict[str, str] = {}
     for call in step.calls:
-        of_tangents = [r.value for r in refs((call.args, call.kwargs)) if r.value in late]
+        of_tangents = [r for r in call.operands if r in late]
         if not of_tangents:
             continue
-        results = [r for r in call.results if r]
+        results = list(call.made)
         late.update(results)
         # The backward half is linear in the tangents: a call whose arguments from tangents are all zero
         # returns zero.

@@ -131,7 +131,7 @@ def _with_inverses(
     undone: list[Undone] = []
     refused: list[str] = []
     # Inputs are always there. Memory into which calls write has no inverse: only its last content is of use.
-    there = {step.values[i.value].storage for i in step.inputs}
+    there = step.given()
     there |= {step.values[c.results[0] or ""].storage for c in step.calls if c.in_place}
     for call in step.calls:
         if call.backward or call.is_view or call.seeded or call.in_place:
@@ -165,12 +165,12 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
         base = step.values.get(value.storage, value)  # a storage has the name of its first value
         if covered and base.fake.dtype == value.fake.dtype and value.storage not in reads:
             by_storage.setdefault(value.storage, {}).setdefault(covered, []).append(one)
-    makers = {step.values[r].storage: c for c in step.calls for r in c.results if r and not c.is_view}
+    makers = {step.values[r].storage: c for c in step.calls for r in c.made if not c.is_view}
     for storage, pieces in by_storage.items():
         maker = makers.get(storage)
         if maker is None or maker.backward:
             continue  # inputs are always resident
-        bases = [r for r in maker.results if r and step.values[r].storage == storage]
+        bases = [r for r in maker.made if step.values[r].storage == storage]
         if len(bases) == 1:
             for index, rules in enumerate(itertools.islice(_covers(pieces), MOST_INVERSES)):
                 yield _inverse(step, bases[0], rules, index)

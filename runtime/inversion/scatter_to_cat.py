@@ -59,7 +59,7 @@ class _Rewriter:
 
     def append(self, call: Call) -> None:
         self.calls.append(call)
-        self.made.update({name: call for name in call.results if name})
+        self.made.update(dict.fromkeys(call.made, call))
 
     def arguments(self, call: Call) -> dict[str, Any]:
         """Return the arguments of a call by the names in the op's schema, defaults included."""
@@ -74,7 +74,7 @@ class _Rewriter:
         """Replace ``result`` by ``source`` in all later calls. Return false if layouts differ, or an output or a
         partial storage is concerned."""
         old, new = self.values[result], self.values[source]
-        outside = {self.step.values[o.value].storage for o in self.step.outputs}
+        outside = self.step.returned()
         whole = band(new.fake)
         if self.step.values[result].storage in outside or whole is None or not whole.whole:
             return False

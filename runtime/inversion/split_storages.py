@@ -17,7 +17,6 @@ from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
     Value,
-    refs,
     single_call,
     substitute,
 )
@@ -77,14 +76,10 @@ class _Parter:
         self.after: dict[str, list[Call]] = {}
         self.copied: dict[str, tuple[str, ...]] = {}
         self.position = {call.name: at for at, call in enumerate(step.calls)}
-        self.readers: dict[str, list[Call]] = {}
-        for call in step.calls:
-            for ref in dict.fromkeys(r.value for r in refs((call.args, call.kwargs))):
-                self.readers.setdefault(ref, []).append(call)
 
     def part(self) -> SplitStep:
         for call in self.step.calls:
-            made = [self.values[r] for r in call.results if r]
+            made = [self.values[r] for r in call.made]
             if not call.is_view and not call.backward:
                 for value in made:
                     alone = sum(v.storage == value.storage for v in made) == 1
@@ -122,10 +117,9 @@ class _Parter:
         tops: dict[str, Band] = {}
         plain = [base.name]  # views of the whole base
         while plain:
-            for call in self.readers.get(plain.pop(), ()):
-                for result in call.results if call.is_view else ():
-                    found = band(self.values[result].fake) if result else None
-                    if result and found:
+            for call in self.step.readers.get(plain.pop(), ()):
+                for result in call.made if call.is_view else ():
+                    if found := band(self.values[result].fake):
                         if found.whole:
                             plain.append(result)
                         else:
@@ -223,7 +217,7 @@ class _Parter:
         """Recompute the strides of views of moved views. Return whether other readers' results keep their shapes,
         strides and types."""
         moved = set(touched)
-        pending = [self.position[c.name] for v in touched for c in self.readers.get(v, ())]
+        pending = [self.position[c.name] for v in touched for c in self.step.readers.get(v, ())]
         heapq.heapify(pending)  # in order, so that a view is handled before its own views
         last = -1
         while pending:
@@ -231,7 +225,7 @@ class _Parter:
             if at == last:
                 continue
             call, last = self.step.calls[at], at
-            operands = [r.value for r in refs((call.args, call.kwargs))]
+            operands = list(call.operands)
             with torch.no_grad():
                 found = call.target(
                     *substitute(call.args, lambda name: now[name].fake),
@@ -245,7 +239,7 @@ class _Parter:
                     storage = next(now[g].storage for g in operands if g in moved)
                     now[result] = apart.values[result] = replace(old, storage=storage, fake=new)
                     moved.add(result)
-                    for reader in self.readers.get(result, ()):
+                    for reader in self.step.readers.get(result, ()):
                         heapq.heappush(pending, self.position[reader.name])
                 elif _described(new) != _described(old.fake):
                     return False

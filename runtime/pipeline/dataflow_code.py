@@ -196,7 +196,7 @@ class _StageWriter(Writer):
 
     def _made(self, call: Call) -> None:
         super()._made(call)
-        mine = [result for result in call.results if result in self.watched and result is not None]
+        mine = [result for result in call.made if result in self.watched]
         if not self.late:
             self.seen.update(mine)
             self.lines += [f"hooks.watch({result!r}, {self.name(result)})" for result in mine]

@@ -133,19 +133,13 @@ def with_dataflow_boundary(
     """
     graph = without_random_states(graph)  # each random call has a seed of its own
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
-    outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    outputs = step.returned("output")
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
-    back = {step.values[i.value].storage for i in step.inputs if i.kind in ("tangent", "answer")}
+    back = step.given("tangent", "answer")
     # On the last stage, `LOSS` reads the outputs instead.
     sent = tuple(t for t in early if not (last and t in outputs))
     send = Op(SEND, sent, (SEND,), 0.0, 0, "forward")
-    returned = tuple(
-        dict.fromkeys(
-            step.values[o.value].storage
-            for o in step.outputs
-            if o.kind in ("recovered input", "input gradient")
-        )
-    )
+    returned = tuple(step.returned("recovered input", "input gradient"))
     end = (Op(RETURN, (*returned, LOSS), (RETURN,), 0.0, 0, "backward"),) if returned else ()
     boundary = Op(
         LOSS, (SEND, *(outputs if last else ())), (LOSS,), 0.0, loss_bytes if last else 0, "backward"
@@ -174,7 +168,7 @@ def with_dataflow_boundary(
             *(after(op) for op in graph.ops if op.name in late),
             *end,
         ),
-        inverses=tuple(after(i) for i in graph.inverses if not (last and outputs.keys() & set(i.writes))),
+        inverses=tuple(after(i) for i in graph.inverses if not (last and not outputs.isdisjoint(i.writes))),
         ordered=tuple(graph.ordered),
         never_rerun=tuple(dict.fromkeys((*once, SEND, LOSS, *(op.name for op in end)))),
     )

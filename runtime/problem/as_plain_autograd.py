@@ -124,10 +124,8 @@ def _in_backward(step: CapturedStep) -> list[Call]:
 def _sums(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the calls that add the gradient of a node to that of other readers of the same tensor. They follow the
     formula of the node, and their first argument is an older gradient."""
-    made = {
-        step.values[name].storage for call in step.calls if call.backward for name in call.results if name
-    }
-    own = {step.values[name].storage for call in node for name in call.results if name}
+    made = {step.values[name].storage for call in step.calls if call.backward for name in call.made}
+    own = {step.values[name].storage for call in node for name in call.made}
     for call in reversed(node):
         older = call.args[0] if call.target is ADD and not call.kwargs else None
         if not isinstance(older, Ref) or not isinstance(call.args[1], Ref) or call.results[0] is None:

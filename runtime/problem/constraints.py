@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rematplan.ir import UsageError
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 
 EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "statistics"})
 """Namespaces of ops with side effects (statistics draw random numbers and accumulate in place). They never
@@ -126,12 +126,12 @@ def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
     """Return the forward calls among ``calls`` whose results are outputs of the step, or that other forward calls
     read."""
     read = {
-        step.values[r.value].storage
+        storage
         for c in step.calls
         if c.name not in calls and not c.backward and not c.is_view
-        for r in refs((c.args, c.kwargs))
+        for storage in step.reads(c)
     }
-    read |= {step.values[o.value].storage for o in step.outputs}
+    read |= step.returned()
     forward = (c for c in step.calls if c.name in calls and not c.backward)
     return {c.name for c in forward if not read.isdisjoint(step.writes(c))}
 

@@ -14,7 +14,7 @@ import torch
 
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.graph.storage_slices import has_strides
 from rematplan.runtime.graph.tangent_layouts import AsCaptured, for_any_layout
@@ -137,11 +137,11 @@ class _Followed:
             self.spare += max(0, _bytes(like) - _bytes(tangent))
             self._made(value, tangent)
         for call in step.calls if self.otherwise else ():
-            if any(ref.value in self.otherwise for ref in refs((call.args, call.kwargs))):
+            if not self.otherwise.keys().isdisjoint(call.operands):
                 self._follow(call)
 
     def _follow(self, call: Call) -> None:
-        fakes = {ref.value: self.step.values[ref.value].fake for ref in refs((call.args, call.kwargs))}
+        fakes = {name: self.step.values[name].fake for name in call.operands}
         if not call.is_view:
             self.read[call.name] = sum(
                 allocated(fake.numel() * fake.itemsize, fake.device)

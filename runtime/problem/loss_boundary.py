@@ -44,7 +44,7 @@ def with_loss_boundary(
     It reads all outputs and new buffers. Ops that read an output's gradient, or are `Call.late`, run after it.
     """
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
-    tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
+    tangents = step.given("tangent")
     tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     backward = late | _needed_later(graph, early)
@@ -62,7 +62,7 @@ def with_loss_boundary(
             else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
         )
 
-    outputs = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind == "output")
+    outputs = step.returned("output")
     # The caller keeps outputs, so they are computed once and no inverse recomputes them. Ops that make new
     # buffers may run again from copies of the old ones, one more input.
     made = [graph.ops[graph.producer[t]].name for t in outputs if t in graph.producer]
@@ -89,7 +89,7 @@ def with_loss_boundary(
         fixed_split={**graph.fixed_split, **old_buffers},
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
-        inverses=tuple(i for i in graph.inverses if not outputs.keys() & set(i.writes)),
+        inverses=tuple(i for i in graph.inverses if outputs.isdisjoint(i.writes)),
         never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
     )
 

@@ -13,7 +13,7 @@ def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int
     """Return a problem with the optimizer's step as last op, or the same problem if ``transient`` is 0."""
     if not transient:
         return graph
-    tangents = {step.values[i.value].storage for i in step.inputs if i.kind == "tangent"}
+    tangents = step.given("tangent")
     # The problem counts the outputs' gradients as inputs, but they are freed before the optimizer runs.
     gone = sum(graph.size[t] for t in tangents - set(graph.outputs))
     stepped = Op(OPTIMIZER, graph.outputs, (OPTIMIZER,), 0.0, max(0, transient - gone), "backward")

@@ -12,7 +12,7 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.runtime.graph.allocator_rounding import REST, allocated
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind
 from rematplan.runtime.problem.random_states import with_random_states
 from rematplan.runtime.problem.sum_states import with_sum_states
 
@@ -58,7 +58,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         name=step.name,
         tensors=tuple(Tensor(name, sizes[name]) for name in used),
         inputs=(*inputs, *reserved),
-        outputs=tuple(dict.fromkeys(step.values[o.value].storage for o in step.outputs)),
+        outputs=tuple(step.returned()),
         ops=ops,
         inverses=inverses,
         ordered=tuple(c.name for c in step.calls if c.ordered),
@@ -96,8 +96,8 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
 def _grain(step: CapturedStep, call: Call) -> float:
     """Return the relative error that a call's rounding adds: its result type's machine epsilon if no argument is as
     coarse, else 0."""
-    results = [step.values[r].fake.dtype for r in call.results if r]
-    reads = [step.values[r.value].fake.dtype for r in refs((call.args, call.kwargs))]
+    results = [step.values[r].fake.dtype for r in call.made]
+    reads = [step.values[r].fake.dtype for r in call.operands]
     coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)
     fine = max((torch.finfo(d).eps for d in reads if d.is_floating_point), default=coarse)
     return coarse if coarse > fine else 0.0

@@ -26,10 +26,7 @@ def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
     if not written:
         return graph
     content = dict(_contents(step, written))
-    read = {
-        c.name: dict.fromkeys(content[r.value] for r in refs((c.args, c.kwargs)) if r.value in content)
-        for c in step.priced_calls
-    }
+    read = {c.name: dict.fromkeys(content[r] for r in c.operands if r in content) for c in step.priced_calls}
     first = {
         graph.ops[graph.producer[step.values[c.results[0] or ""].storage]].name
         for c in step.calls
@@ -60,5 +57,5 @@ def _contents(step: CapturedStep, written: dict[str, str]) -> Iterator[tuple[str
         if call.is_view:
             state = next((found[r.value] for r in refs(call.args) if r.value in found), None)
         if state:
-            found |= {r: state for r in call.results if r}
+            found |= dict.fromkeys(call.made, state)
     yield from found.items()

@@ -47,7 +47,7 @@ def with_separate_weights(step: CapturedStep) -> CapturedStep:
         parts = _split_call(call)
         calls += parts
         if len(parts) > 1:
-            made.update((result, parts[1].name) for result in parts[1].results if result)
+            made.update((result, parts[1].name) for result in parts[1].made)
     values = {
         name: replace(value, call=made[name]) if name in made else value
         for name, value in step.values.items()
@@ -80,10 +80,10 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
     leaving = [o.value for o in step.outputs if o.kind in ("output", "buffer", "input gradient")]
     gone = (*dict.fromkeys(step.values[v].storage for v in leaving), LOSS_VALUE)
     after = step.after_loss
-    returned = {step.values[o.value].storage for o in step.outputs if o.kind == "input gradient"}
+    returned = step.returned("input gradient")
     # An op that reads an input's gradient belongs to the first part, even if it computes a weight's.
     reading = [op for op in graph.ops if op.name in after and not returned.isdisjoint(op.reads)]
-    wanted = returned.union(*(op.writes for op in reading))
+    wanted = {*returned, *(t for op in reading for t in op.writes)}
     sooner: set[str] = set()
     for op in reversed(graph.ops):
         if op.name in after and not wanted.isdisjoint(op.writes):

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeAlias
 import torch
 
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 
 ATEN = torch.ops.aten
 Shape: TypeAlias = tuple[int, ...]
@@ -83,12 +83,12 @@ class Shaped:
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of all operands, each once."""
-        return tuple(dict.fromkeys(r.value for r in refs((self.call.args, self.call.kwargs))))
+        return tuple(dict.fromkeys(self.call.operands))
 
     @property
     def results(self) -> tuple[str, ...]:
         """The names of all results that are tensors."""
-        return tuple(r for r in self.call.results if r)
+        return self.call.made
 
 
 class RowSum(Protocol):

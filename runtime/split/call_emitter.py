@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import Call, Ref, Value, refs, substitute
+from rematplan.runtime.graph.captured_step import Call, Ref, Value, substitute
 from rematplan.runtime.split.regions import SplitRegion
 
 
@@ -83,7 +83,7 @@ class CallEmitter:
         self.calls.append(call)
 
     def _operands(self, call: Call) -> Iterable[tuple[Ref, torch.Tensor]]:
-        return [(r, self.values[r.value].fake) for r in refs((call.args, call.kwargs))]
+        return [(Ref(name), self.values[name].fake) for name in call.operands]
 
     def _fakes(self, call: Call) -> list[torch.Tensor]:
         mode = next(iter(self.values.values())).fake.fake_mode  # type: ignore[attr-defined]

@@ -74,25 +74,25 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
         return None
     divisors = {c.results[1] for c in early if region.states.get(c.results[0] or "") == LOSS}
     waits = _following(use, {i.value for i in step.inputs if i.kind == "tangent"}, inside)
-    after = _following(use, {r for c in early for r in c.results if r} - divisors, inside)
-    read = {v for c in late for v in _values(c) if not _is_part(use, region, v)}
+    after = _following(use, {r for c in early for r in c.made} - divisors, inside)
+    read = {v for c in late for v in c.operands if not _is_part(use, region, v)}
     tangent, before = _source(use, read & waits, waits)
     if tangent is None or not read.isdisjoint(after):
         return None
     scaled = {tangent}
     for call in step.calls:
         mine = call.name in inside and call.backward
-        if not _reads(call, scaled) or not (mine or call.is_view or call in before):
+        if scaled.isdisjoint(call.operands) or not (mine or call.is_view or call in before):
             continue
         if (mine or call in before) and not _is_linear(call, scaled):
             return None
-        if call in before and _reads(call, after):
+        if call in before and not after.isdisjoint(call.operands):
             return None
-        scaled.update(r for r in call.results if r)
+        scaled.update(call.made)
     # Gradients that no factor has scaled may be too small for the type.
     if any(step.values[v].fake.dtype == torch.float16 for v in scaled):
         return None
-    made = {r: c for c in before for r in c.results if r}
+    made = {r: c for c in before for r in c.made}
     return EarlyBackward(tangent, made, frozenset(scaled - {tangent}))
 
 
@@ -104,9 +104,9 @@ def _source(use: StepUse, read: set[str], waits: set[str]) -> tuple[str | None, 
         return one, []
     needed, before = set(read), []
     for call in reversed(use.step.calls):
-        if not needed.isdisjoint(r for r in call.results if r):
+        if not needed.isdisjoint(call.made):
             before.append(call)
-            needed |= _values(call) & waits
+            needed |= waits.intersection(call.operands)
     sources = needed & {i.value for i in use.step.inputs}
     if len(sources) != 1 or use.step.values[one := sources.pop()].fake.numel() != 1:
         return None, []
@@ -117,17 +117,9 @@ def _following(use: StepUse, values: set[str], inside: set[str]) -> set[str]:
     """Return values and all that depends on them through calls that are not ``inside``."""
     found = set(values)
     for call in use.step.calls:
-        if call.name not in inside and _reads(call, found):
-            found.update(r for r in call.results if r)
+        if call.name not in inside and not found.isdisjoint(call.operands):
+            found.update(call.made)
     return found
-
-
-def _values(call: Call) -> set[str]:
-    return {r.value for r in refs((call.args, call.kwargs))}
-
-
-def _reads(call: Call, values: set[str]) -> bool:
-    return not values.isdisjoint(_values(call))
 
 
 def _is_part(use: StepUse, region: SplitRegion, value: str) -> bool:
@@ -144,7 +136,7 @@ def _is_linear(call: Call, changing: set[str]) -> bool:
     fused = isinstance(call.target, CrossEntropyBackward)
     how = LINEAR.get(call.target, LINEAR.get(getattr(call.target, "overloadpacket", None)))
     how = FIRST if call.is_view or fused else how
-    operands = [r.value in changing for r in refs((call.args, call.kwargs))]
+    operands = [r in changing for r in call.operands]
     if how == FIRST_IF_ZERO:
         how = FIRST if call.args[-1] == 0 else None
     if how == ALL:

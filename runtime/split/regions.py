@@ -58,18 +58,14 @@ class StepUse:
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
-        self.maker = {r: c for c in step.calls for r in c.results if r}
+        self.maker, self.readers = step.makers, step.readers
         self.allocator = {s: c for c in step.calls for s in step.writes(c)}
         self.position = {c.name: at for at, c in enumerate(step.calls)}
         self.written = {c.name: step.writes(c) for c in step.calls}
         self.touched: dict[str, tuple[str, ...]] = {}  # values that a call reads and makes
-        self.readers: dict[str, list[Call]] = {}
         for call in step.calls:
-            read = dict.fromkeys(r.value for r in refs((call.args, call.kwargs)))
-            self.touched[call.name] = (*read, *filter(None, call.results))
-            for value in read:
-                self.readers.setdefault(value, []).append(call)
-        self.outputs = {step.values[o.value].storage for o in step.outputs}
+            self.touched[call.name] = (*dict.fromkeys(call.operands), *call.made)
+        self.outputs = step.returned()
 
     def bytes(self, value: str) -> int:
         """Return the bytes of a value's storage."""
@@ -91,7 +87,7 @@ class StepUse:
         other = {o.value for o in self.step.outputs if o.kind not in ("gradient", "statistic")}
         for call in reversed(self.step.calls):
             if any(r in other for r in call.results):
-                other.update(r.value for r in refs((call.args, call.kwargs)))
+                other.update(call.operands)
         return frozenset(self.step.values.keys() - other)
 
 
@@ -106,7 +102,7 @@ def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
         maker = use.allocator[storage]
         if maker.name in taken:
             continue
-        seed = next(r for r in maker.results if r and step.values[r].storage == storage)
+        seed = next(r for r in maker.made if step.values[r].storage == storage)
         grown = [_Growth(use, seed, axis, taken) for axis in axes_of(step.values[seed].fake.shape)]
         best = max((g for g in grown if g.useful), key=lambda g: (g.saved, g.indices), default=None)
         if best is not None:
@@ -144,14 +140,14 @@ class _Growth:
         whole: dict[bool, set[str]] = {False: set(), True: set()}
         for call in self.step.calls:
             mine = call.name in self.calls
-            read = {r.value for r in refs((call.args, call.kwargs))}
+            read = set(call.operands)
             in_parts = {v for v in read if self.step.values[v].storage in made and self._has_axis(v)}
             for backward, after in whole.items():
                 waits = not after.isdisjoint(read - in_parts if mine else read)
                 if mine and backward == call.backward and waits:
                     return False
                 if waits or (mine and backward == call.backward):
-                    after.update(r for r in call.results if r)
+                    after.update(call.made)
         return True
 
     def _has_axis(self, value: str) -> bool:

@@ -118,7 +118,7 @@ class _Splitter(CallEmitter):
         return without_dead_calls(replace(step, calls=tuple(calls)))
 
     def _made(self) -> dict[str, Value]:
-        made = {i.value for i in self.step.inputs} | {r for c in self.calls for r in c.results if r}
+        made = {i.value for i in self.step.inputs} | {r for c in self.calls for r in c.made}
         values = ((name, value) for name, value in self.values.items() if name in made)
         return {name: replace(value, storage=self._storage(value.storage)) for name, value in values}
 
@@ -136,8 +136,8 @@ class _Splitter(CallEmitter):
             self._emit(self.before[call.name])
         if call.name not in self.region_of:
             self.emitted.add(call.name)
-            for ref in refs((call.args, call.kwargs)):
-                self._need(ref.value)
+            for name in call.operands:
+                self._need(name)
             self.calls.append(call)
             return
         block, region, began = self.block[call.name], self.region_of[call.name], len(self.calls)
@@ -201,7 +201,7 @@ class _Splitter(CallEmitter):
 
     def _states(self, call: Call) -> set[State | None]:
         states = self.region_of[call.name].states
-        return {states.get(r) for r in call.results if r}
+        return {states.get(r) for r in call.made}
 
     def _is_read_whole(self, value: str) -> bool:
         storage, region = self.step.values[value].storage, self.region_of[self.maker[value].name]
@@ -230,7 +230,7 @@ class _Splitter(CallEmitter):
         args, kwargs = substitute((args, kwargs), own)
         if LOSS in states.values():
             args = (*args[:3], 0, *args[4:])
-        results = [r for r in call.results if r]
+        results = list(call.made)
         if SUM in states.values() and call.target is ATEN.mm.default and self._adds_in_product(results[0]):
             self._add_product(call, args, results[0], part)
             return
@@ -252,7 +252,7 @@ class _Splitter(CallEmitter):
     ) -> tuple[Any, ...]:
         """Return the arguments of a call with the shapes of parts in place of those of whole tensors."""
         if getattr(call.target, "overloadpacket", None) in RESHAPES:
-            given = {1: next(r for r in call.results if r)}
+            given = {1: call.made[0]}
         else:
             rule = rule_of(self.step, call)
             given = dict(rule.shapes) if rule else {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepOutput, Value, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepOutput, Value
 from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.further_backwards import further_backwards, samples_of, terms_of
 from rematplan.runtime.statistics.gram import Gram, sum_type
@@ -138,13 +138,13 @@ class _Pass:
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
         """Add to the step those calls of ``backwards`` whose results the statistics need, and drop values
         that no added call makes."""
-        needed = {ref.value for calls in self.before.values() for c in calls for ref in _refs(c)}
+        needed = {name for calls in self.before.values() for c in calls for name in c.operands}
         for one in backwards:
             for call in reversed(self.step.calls):
                 kept: list[Call] = []
                 for own in reversed(one.behind.get(call.name, ())):
-                    if any(r in needed for r in own.results):
-                        needed.update(ref.value for ref in _refs(own))
+                    if not needed.isdisjoint(own.made):
+                        needed.update(own.operands)
                         kept.insert(0, without_results(own, needed))
                 self.behind[call.name] += kept
         made = {
@@ -283,10 +283,6 @@ def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
         if call is None or not call.is_view or not isinstance(call.args[0], Ref):
             return False
         value = call.args[0].value
-
-
-def _refs(call: Call) -> list[Ref]:
-    return list(refs((call.args, call.kwargs)))
 
 
 def _first(skipped: dict[str, str]) -> str:

@@ -18,7 +18,6 @@ from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
     Value,
-    refs,
     single_call,
     substitute,
 )
@@ -56,14 +55,14 @@ class SecondBackward:
             if one.kind == "tangent":
                 self.made[one.value] = self.cotangent if one.value == self.tangent else None
         for call in self.step.calls:
-            late = [r.value for r in refs((call.args, call.kwargs)) if r.value in self.made]
+            late = [r for r in call.operands if r in self.made]
             if late:
                 self._repeat(call, late)
 
     def _repeat(self, call: Call, late: list[str]) -> None:
         left = [v for v in late if self.made[v] is not None]
         if not left:
-            self.made.update((r, None) for r in call.results if r)
+            self.made.update((r, None) for r in call.made)
             return
         if call.target is aten.add.Tensor and len(late) == 2 and len(left) == 1 and not call.kwargs:
             self.made[call.results[0] or ""] = self.made[left[0]]
@@ -96,9 +95,9 @@ class SecondBackward:
         like = self.step.values[name]
         storage = f"{like.storage}{self.suffix}"
         if call.is_view:
-            for ref in refs((call.args, call.kwargs)):
-                made = self.made.get(ref.value)
-                if made is not None and self.step.values[ref.value].storage == like.storage:
+            for operand in call.operands:
+                made = self.made.get(operand)
+                if made is not None and self.step.values[operand].storage == like.storage:
                     storage = made.storage
         value = Value(f"{name}{self.suffix}", storage, f"{call.name}{self.suffix}", like.fake)
         self.values[value.name] = value

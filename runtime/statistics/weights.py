@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
 from rematplan.runtime.statistics.trace_gradients import SAME, NoRow, Placement, Region, Term, mapped, terms
 
@@ -108,8 +108,8 @@ class Weights:
         """The names of the values that depend neither on the module's input tensors nor on gradients of its outputs."""
         found = {i.value for i in self.step.inputs if i.kind not in ("batch", "tangent")}
         for call in self.step.calls:
-            if all(ref.value in found for ref in refs((call.args, call.kwargs))):
-                found.update(r for r in call.results if r)
+            if found.issuperset(call.operands):
+                found.update(call.made)
         return found
 
     @cached_property
@@ -216,16 +216,15 @@ class Weights:
             return
         while open_:
             call = self.step.call.get(self.step.values[open_.pop()].call or "")
-            for ref in refs((call.args, call.kwargs)) if call else ():
-                maker = self.step.values[ref.value].call
-                if ref.value in seen or maker not in self.step.after_loss:
+            for name in call.operands if call else ():
+                if name in seen or self.step.values[name].call not in self.step.after_loss:
                     continue
-                seen.add(ref.value)
-                if not self._is_weight(ref.value):
-                    open_.append(ref.value)
+                seen.add(name)
+                if not self._is_weight(name):
+                    open_.append(name)
                 # A summand of the gradient is a use of the parameter itself.
-                elif ref.value not in uses:
-                    yield ref.value
+                elif name not in uses:
+                    yield name
 
     def _summands(self, gradient: str) -> Iterator[str]:
         """Yield ``gradient`` and all values that are added up to it, directly or through views and copies
@@ -238,7 +237,7 @@ class Weights:
                 continue
             size = self.step.values[value].fake.numel()
             if call.is_view or call.target in SAME or call.target is aten.add.Tensor:
-                of = {ref.value for ref in refs((call.args, call.kwargs))}
+                of = set(call.operands)
                 open_ += [one for one in of if self.step.values[one].fake.numel() == size]
 
     def _is_weight(self, gradient: str) -> bool:

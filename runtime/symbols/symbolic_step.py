@@ -16,7 +16,6 @@ from rematplan.runtime.graph.captured_step import (
     StepInput,
     StepOutput,
     Value,
-    refs,
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
@@ -128,8 +127,7 @@ class OpenStep:
 
     def excerpt(self, sizes: Sequence[int], calls: Sequence[Call]) -> CapturedStep:
         """Return a step of only these of the calls, with fixed sizes, without inputs and outputs."""
-        names = {r.value for c in calls for r in refs((c.args, dict(c.kwargs)))}
-        names |= {result for call in calls for result in call.results if result is not None}
+        names = {name for call in calls for name in (*call.operands, *call.made)}
         some = {name: value for name, value in self.values.items() if name in names}
         return replace(self, inputs=(), outputs=(), calls=tuple(calls), values=some)._plain(sizes, {}, {})
 

@@ -14,7 +14,7 @@ from torch.types import Number
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import CapturedStep, refs, substitute
+from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
     FunctionalTensor,
@@ -368,8 +368,8 @@ def check_layouts(step: CapturedStep) -> None:
     """Check, by running doubtful ops, the strides in a step whose shapes come from a capture at other sizes; else
     `NotSymbolic`."""
     for call in step.calls:
-        fakes = [step.values[r.value].fake for r in refs((call.args, call.kwargs))]
-        results = [step.values[name].fake for name in call.results if name]
+        fakes = [step.values[r].fake for r in call.operands]
+        results = [step.values[name].fake for name in call.made]
         if not is_unsure(call.target, _all_plain(fakes), _has_ones(results)):
             continue
         args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: step.values[name].fake)

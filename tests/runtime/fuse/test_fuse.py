@@ -21,7 +21,7 @@ from rematplan.runtime.fuse.fuse import FusedStep, Kernels, fuse
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps
 from rematplan.runtime.fuse.regions import Region, Regions
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import CapturedStep, refs
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
 
@@ -101,7 +101,7 @@ def test_fewer_calls_and_equal_layers_share_a_kernel(step: CapturedStep, fused: 
 def test_calls_come_after_those_that_they_read(fused: FusedStep) -> None:
     known = {i.value for i in fused.step.inputs}
     for call in fused.step.calls:
-        assert {r.value for r in refs((call.args, call.kwargs))} <= known
+        assert known.issuperset(call.operands)
         known |= {r for r in call.results if r}
     assert {o.value for o in fused.step.outputs} <= known
     halves = [c.backward for c in fused.step.priced_calls]
@@ -167,10 +167,7 @@ def test_what_one_region_reads_and_pointwise_siblings_are_parts_of_it() -> None:
     # Derivatives of squares, and both factors of each product's derivative; the loss is read outside.
     alone = [c for c in late if c.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.pow.Tensor_Scalar)]
     assert len(alone) == 1
-    readers: dict[str, set[str]] = {}
-    for call in fused.calls:
-        for ref in refs((call.args, call.kwargs)):
-            readers.setdefault(ref.value, set()).add(call.name)
+    readers = {name: {c.name for c in calls} for name, calls in fused.readers.items()}
     kernels_ = {c.name: c for c in late if isinstance(c.target, FusedKernel)}
     for call in kernels_.values():
         (region,) = [call.target.ops.region]

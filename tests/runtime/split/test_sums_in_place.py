@@ -21,7 +21,7 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import CapturedStep, Ref, refs, single_call, substitute
+from rematplan.runtime.graph.captured_step import CapturedStep, Ref, single_call, substitute
 from rematplan.runtime.split.split_step import split_regions
 
 
@@ -202,7 +202,7 @@ def test_only_gradients_of_weights_are_summed_in_place() -> None:
     gradients = {made.values[o.value].storage for o in made.outputs if o.kind == "gradient"}
     assert {made.values[c.results[0] or ""].storage for c in sums} <= gradients
     written = [c.args[0].value for c in sums]
-    read = [r.value for c in made.calls for r in refs((c.args, c.kwargs))]
+    read = [name for c in made.calls for name in c.operands]
     assert all(read.count(value) == 1 for value in written)
 
 
