@@ -16,7 +16,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rematplan.runtime.execute.autograd_function import NODES
-from rematplan.runtime.graph.compat import any_mode, at_end_of_backward, disable_dynamo, pytree
+from rematplan.runtime.graph.compat import (
+    any_mode,
+    at_end_of_backward,
+    current_graph_task,
+    disable_dynamo,
+    pytree,
+)
 from rematplan.runtime.graph.warn import warn
 
 _NO_PLAN = "that part of the step has no plan and may exceed the budget"
@@ -49,7 +55,7 @@ class UnplannedCalls:
 
         def tell(_: torch.Tensor) -> None:
             nonlocal told
-            if told:
+            if told or current_graph_task() < 0:  # weight gradients that come after a planned backward
                 return
             told = True
             # FSDP2 may be iterating over the hooks, so they are removed when the backward ends.

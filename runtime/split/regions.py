@@ -49,8 +49,11 @@ class SplitRegion:
         return ".".join(shared) or "model"
 
     def is_in(self, module: str) -> bool:
-        """Return whether ops of a module, or of its submodules, are in the region. ``module``: its name, or `LOSS`."""
-        return any(one == module or one.startswith(f"{module}.") for one in self.modules)
+        """Return whether ops of a module, or of its submodules, are in the region. ``module``: its name, or `LOSS`, or
+        the region's name."""
+        return module == self.name or any(
+            one == module or one.startswith(f"{module}.") for one in self.modules
+        )
 
 
 class StepUse:

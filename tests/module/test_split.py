@@ -37,6 +37,18 @@ class Head(nn.Module):
         return functional.cross_entropy(scores.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
+class Attention(nn.Module):
+    """Attention without a fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)).square().mean()
+
+
 @pytest.fixture
 def model() -> Head:
     torch.manual_seed(0)
@@ -160,6 +172,17 @@ def test_the_backend_of_torch_compile_splits(model: Head, tokens: Tensor) -> Non
 def test_other_values_are_refused(stated: object) -> None:
     with pytest.raises(UsageError, match="must be 'off', 'auto', or a mapping"):
         stated_splits(stated)
+
+
+def test_what_a_refusal_names_can_be_stated() -> None:
+    """Ops that the model's own forward calls are in no submodule."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 64, 16)
+    with pytest.raises(UsageError, match="what can be split is in model"):
+        planned(model, x, budget="50%", split={"q": 2})
+    found = planned(model, x, budget="min", split={"model": 4})
+    assert torch.equal(found(x), model(x))
+    assert found.plan.peak < planned(model, x, budget="min").plan.peak
 
 
 def test_a_module_without_a_region_is_refused(model: Head, tokens: Tensor) -> None:

@@ -170,6 +170,13 @@ def test_split_layers_need_less_for_all_in_flight(deferred: int | None) -> None:
     assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
 
 
+def test_two_stages_may_share_parameters_whose_gradients_come_later() -> None:
+    module, asked = model(), ASKED | {"budget": "100%", "in_flight": 2, "deferred": 1}
+    _, planned = (rematplan.plan_stage(module, (example(),), **asked) for _ in range(2))
+    run(planned, with_in_flight(2, 1))
+    assert all(p.grad is not None for p in module.parameters())
+
+
 def test_more_in_flight_keep_less_within_the_same_bytes() -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_stage(model(), (example(),), budget=1000, in_flight=5, **ASKED)
