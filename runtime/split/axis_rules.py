@@ -6,8 +6,7 @@ without the axis is the sum of the parts' results.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -15,28 +14,12 @@ import torch
 
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.split.axis_spans import AxisSpan, Shape, through_view, trimmed
 
 ATEN = torch.ops.aten
-Shape: TypeAlias = tuple[int, ...]
 Labels: TypeAlias = tuple[int | str | None, ...]
 """One label for each dimension of a tensor. Dimensions with equal labels belong together. None: of size 1, and
 broadcast against a larger dimension."""
-
-
-@dataclass(frozen=True)
-class AxisSpan:
-    """Where a tensor has the axis: dimensions ``first`` to ``last``, flattened, whose entry i belongs to index i //
-    ``inner``."""
-
-    first: int
-    last: int
-    inner: int = 1
-
-    def of_part(self, shape: Sequence[int], indices: int) -> Shape:
-        """Return the shape of a part of ``indices`` indices, of the same rank: the span's last dimension has the
-        entries, the others size 1."""
-        ones = (1,) * (self.last - self.first)
-        return (*shape[: self.first], *ones, indices * self.inner, *shape[self.last + 1 :])
 
 
 SUM, LOSS = "sum", "loss"
@@ -412,7 +395,7 @@ def _labelled(one: Shaped, have: Mapping[str, AxisSpan]) -> dict[str, State] | N
         if at:
             if tuple(rule.labels[other][at[0] : at[-1] + 1]) != axis:
                 return None
-            found[other] = _trimmed(one.shape(other), AxisSpan(at[0], at[-1], span.inner))
+            found[other] = trimmed(one.shape(other), AxisSpan(at[0], at[-1], span.inner))
         elif other in one.results:
             if not rule.without:
                 return None
@@ -425,36 +408,3 @@ def _reshaped(one: Shaped, have: Mapping[str, AxisSpan], indices: int) -> dict[s
     a = have.get(x) or through_view(one.shape(y), one.shape(x), have[y], indices)
     b = a and through_view(one.shape(x), one.shape(y), a, indices)
     return {x: a, y: b} if a and b else None
-
-
-def through_view(old: Shape, new: Shape, span: AxisSpan, indices: int) -> AxisSpan | None:
-    """Return where a tensor has the axis after a reshape; None if the axis is not separate dimensions then."""
-    before = math.prod(old[: span.first])
-    first, product = 0, 1
-    while first < len(new) and (product < before or new[first] == 1):
-        product *= new[first]
-        first += 1
-    entries = 1
-    for last in range(first, len(new)):
-        entries *= new[last]
-        if product == before and entries % indices == 0:
-            return AxisSpan(first, last, entries // indices)
-    return None
-
-
-def _trimmed(shape: Shape, span: AxisSpan) -> AxisSpan:
-    """Return the span without dimensions of size 1 at its ends: a tensor then has one span for an axis only."""
-    first, last = span.first, span.last
-    while first < last and shape[first] == 1:
-        first += 1
-    while last > first and shape[last] == 1:
-        last -= 1
-    return AxisSpan(first, last, span.inner)
-
-
-def axes_of(shape: Sequence[int]) -> Iterable[AxisSpan]:
-    """Return the axes of a tensor along which it may be split: each dimension, and the leading ones together."""
-    rank = len(shape)
-    spans = [AxisSpan(d, d) for d in range(rank)] + [AxisSpan(0, d) for d in range(1, rank - 1)]
-    trimmed = [_trimmed(tuple(shape), s) for s in spans]
-    return [s for s in dict.fromkeys(trimmed) if math.prod(shape[s.first : s.last + 1]) > 1]

@@ -14,7 +14,8 @@ import torch
 
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, refs
-from rematplan.runtime.split.axis_rules import LOSS, AxisSpan
+from rematplan.runtime.split.axis_rules import LOSS
+from rematplan.runtime.split.axis_spans import AxisSpan
 from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 ATEN = torch.ops.aten

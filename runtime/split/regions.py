@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.split.axis_rules import LOSS, AxisSpan, State, axes_of, states_of
+from rematplan.runtime.split.axis_rules import LOSS, State, states_of
+from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
 
 LEAST = 1 / 256
 """A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""

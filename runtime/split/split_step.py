@@ -7,7 +7,7 @@ recomputes separately. Gradients of weights are summed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +15,16 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
-from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, AxisSpan, State, rule_of, states_of
-from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
+from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, State, rule_of, states_of
+from rematplan.runtime.split.axis_spans import AxisSpan
+from rematplan.runtime.split.call_emitter import CannotSplit
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse
+from rematplan.runtime.split.sum_emitter import Part, SumEmitter
 
 ATEN = torch.ops.aten
 ROWS = 16
 """Parts have a multiple of this number of rows, since kernels for fewer rows may round otherwise."""
-HALF = frozenset({torch.float16, torch.bfloat16})
-"""Types in which sums over parts would lose digits. They are added in float32."""
 IGNORED, SUMMED = 4, 2
 """Of ``nll_loss``: the position of the ignored target, and the reduction that sums."""
 NO_CLASS = -100
@@ -57,44 +57,31 @@ def splittable(step: CapturedStep, regions: Iterable[SplitRegion]) -> tuple[Spli
             left.remove(error.region)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One part of a region's axis: indices ``start`` to ``stop``; part ``at``."""
-
-    region: SplitRegion
-    at: int
-    start: int
-    stop: int
-
-
-class _Splitter(CallEmitter):
+class _Splitter(SumEmitter):
     """Builds the new step. Calls are emitted after all calls on whose results they depend.
 
     ``step``: the step. ``bounds``: by region, the result of `bounds_of`.
     """
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
-        super().__init__(step.values, next(iter(bounds)))
-        self.step = step
+        super().__init__(step, next(iter(bounds)))
         self.use = StepUse(step)
         self.emitted: set[str] = set()
         self.maker = self.use.maker
         self.region_of = {name: r for r in bounds for name in r.calls}
         self.parts = {
-            r: tuple(_Part(r, k, *ends) for k, ends in enumerate(pairwise(b))) for r, b in bounds.items()
+            r: tuple(Part(r, k, *ends) for k, ends in enumerate(pairwise(b))) for r, b in bounds.items()
         }
         self.early = {r: early for r in bounds if (early := early_backward(self.use, r))}
         """The regions whose backward runs in the forward half."""
         ordered = [c for c in step.calls if c.ordered]
         self.before = {b.name: a for a, b in pairwise(ordered)}
-        self.local: dict[tuple[str, _Part], str] = {}
+        self.local: dict[tuple[str, Part], str] = {}
         """By value and part, the value that is its part."""
         self.copies: dict[str, str] = {}
         """By value, its contiguous copy."""
         self.whole: set[str] = set()
         """The results of regions that were made whole again."""
-        self.sums: dict[str, str] = {}
-        """By value that is summed over parts, the sum so far."""
         self.of_one: dict[tuple[SplitRegion, str], str] = {}
         """By region and value of `early`, what the value is if the gradient of that region's loss is 1."""
         self.hoisted: set[str] = set()
@@ -212,7 +199,7 @@ class _Splitter(CallEmitter):
 
     # One part of a call
 
-    def _run(self, call: Call, part: _Part) -> None:
+    def _run(self, call: Call, part: Part) -> None:
         """Emit one part of a call; `CannotSplit` if the call does not have the axis."""
         self.region = part.region
         states = states_of(self.step, call, part.region.states, part.region.indices)
@@ -248,7 +235,7 @@ class _Splitter(CallEmitter):
                     self._check(result, name, state, part)
 
     def _with_shapes(
-        self, call: Call, args: tuple[Any, ...], spans: Mapping[str, AxisSpan], part: _Part
+        self, call: Call, args: tuple[Any, ...], spans: Mapping[str, AxisSpan], part: Part
     ) -> tuple[Any, ...]:
         """Return the arguments of a call with the shapes of parts in place of those of whole tensors."""
         if getattr(call.target, "overloadpacket", None) in RESHAPES:
@@ -261,15 +248,15 @@ class _Splitter(CallEmitter):
             changed[at] = list(self._shape(value, spans[value], part))
         return tuple(changed)
 
-    def _shape(self, value: str, span: AxisSpan, part: _Part) -> tuple[int, ...]:
+    def _shape(self, value: str, span: AxisSpan, part: Part) -> tuple[int, ...]:
         shape = [int(n) for n in self.step.values[value].fake.shape]
         return span.of_part(shape, part.stop - part.start)
 
-    def _check(self, whole: str, name: str, span: AxisSpan, part: _Part) -> None:
+    def _check(self, whole: str, name: str, span: AxisSpan, part: Part) -> None:
         if tuple(self.values[name].fake.shape) != self._shape(whole, span, part):
             raise CannotSplit(self.region, f"a part of {whole} has another shape than expected")
 
-    def _part(self, value: str, part: _Part) -> str:
+    def _part(self, value: str, part: Part) -> str:
         """Return the part of a value, after emitting what makes it."""
         if (value, part) in self.local:
             return self.local[value, part]
@@ -301,7 +288,7 @@ class _Splitter(CallEmitter):
             call = self.maker.get(value)
         return call is not None and self.region_of.get(call.name) is region
 
-    def _slice(self, whole: str, value: str, span: AxisSpan, part: _Part) -> str:
+    def _slice(self, whole: str, value: str, span: AxisSpan, part: Part) -> str:
         """Emit a slice of a value, and return its name. ``whole``: the name that the value has now."""
         like, source = self.maker.get(value), whole
         if span.first < span.last:
@@ -327,12 +314,6 @@ class _Splitter(CallEmitter):
             self.call(made, copy, made.target, (Ref(value),), given, (copy,))
         return self.copies[value]
 
-    def _new(self, name: str) -> str:
-        """Return a name that no value has. A value may be sliced in several regions."""
-        while name in self.values:
-            name += "_"
-        return name
-
     # Whole results
 
     def _gather(self, call: Call, value: str) -> None:
@@ -356,12 +337,6 @@ class _Splitter(CallEmitter):
             self._finish_loss(call, region)
         else:
             self._cat(call, value, region, name)
-
-    def _check_layout(self, value: str, name: str) -> None:
-        """Raise `CannotSplit` if the whole result ``name`` has another layout than the unsplit step gives it."""
-        made, like = self.values[name].fake, self.step.values[value].fake
-        if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
-            raise CannotSplit(self.region, f"{value} would get other strides")
 
     def _cat(self, call: Call, value: str, region: SplitRegion, name: str) -> None:
         """Emit the concatenation ``name`` of all parts of a result; `CannotSplit` if its layout is another than
@@ -428,60 +403,3 @@ class _Splitter(CallEmitter):
         self.view(call, column, ATEN.unsqueeze.default, (Ref(rows), 1))
         args = (Ref(column), Ref(f"{call.name}.marks"), None, reduction, NO_CLASS)
         self.call(call, f"{results[0]}.reduced", call.target, args, {}, results)
-
-    # Sums over parts
-
-    def _adds_in_product(self, result: str) -> bool:
-        return self.step.values[result].fake.dtype not in HALF
-
-    def _add_product(self, call: Call, args: tuple[Any, ...], result: str, part: _Part) -> None:
-        """Emit a product that is added to the sum so far."""
-        name = f"{result}.sum{part.at}"
-        if part.at:
-            args = (Ref(self.sums[result]), *args)
-        target = ATEN.addmm.default if part.at else call.target
-        self.call(call, f"{call.name}.{part.at}", target, args, {}, (name,))
-        self.sums[result] = name
-
-    def _add_rows(self, call: Call, args: tuple[Any, ...], part: _Part) -> None:
-        """Emit a `RowSum` of one part's rows, which adds to the sum so far."""
-        x, result = call.args[-1].value, call.results[0] or ""
-        shape = tuple(int(n) for n in self.step.values[x].fake.shape)
-        count, whole = part.stop - part.start, part.region.indices
-        target = call.target.part(shape, part.region.states[x], whole, count)  # type: ignore[attr-defined]
-        one, name = self._new(f"{call.name}.{part.at}"), self._new(f"{result}.sum{part.at}")
-        if part.at:
-            args = (Ref(self.sums[result]), args[-1])
-        adds = len(args) > 1
-        self.calls.append(replace(call, name=one, target=target, args=args, results=(name,), in_place=adds))
-        storage = self.values[args[0].value].storage if adds else name
-        self.values[name] = Value(name, storage, one, self.step.values[result].fake)
-        self.sums[result] = name
-
-    def _add(self, call: Call, result: str, summand: str, part: _Part) -> None:
-        """Emit the addition of a part's result to the sum so far, in float32 if the type has 16 bits."""
-        name, half = f"{result}.sum{part.at}", self.values[summand].fake.dtype in HALF
-        if part.at:
-            self.plain(call, name, ATEN.add.Tensor, (Ref(self.sums[result]), Ref(summand)))
-        elif half:
-            self.plain(call, name, ATEN._to_copy.default, (Ref(summand),), {"dtype": torch.float32})
-        else:
-            name = summand
-        self.sums[result] = name
-
-    def _finish_sum(self, call: Call, value: str, name: str) -> None:
-        """Let the sum over all parts be the whole result. ``name``: of the whole."""
-        last, like = self.sums[value], self.step.values[value].fake
-        if self.values[last].fake.dtype != like.dtype:
-            self.plain(call, name, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
-        else:
-            self._rename(last, name)
-        self._check_layout(value, name)
-
-    def _rename(self, old: str, new: str) -> None:
-        """Let the result of an emitted call have another name."""
-        at = next(k for k, c in enumerate(self.calls) if old in c.results)
-        call = self.calls[at]
-        self.calls[at] = replace(call, results=tuple(new if r == old else r for r in call.results))
-        value = self.values.pop(old)
-        self.values[new] = replace(value, name=new, storage=new if value.storage == old else value.storage)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rematplan.runtime.split.axis_rules import AxisSpan, Shape, through_view
+from rematplan.runtime.split.axis_spans import AxisSpan, Shape, through_view
 from rematplan.runtime.statistics.packing import block_column, block_columns, packed_size
 from rematplan.runtime.statistics.reading import Patches, Reading
 from rematplan.runtime.statistics.shifts import Shifts, Term, shifts_of

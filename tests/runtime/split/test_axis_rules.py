@@ -22,7 +22,8 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensorMode
-from rematplan.runtime.split.axis_rules import LOSS, RULES, SUM, AxisSpan, axes_of, states_of
+from rematplan.runtime.split.axis_rules import LOSS, RULES, SUM, states_of
+from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
 from rematplan.runtime.split.regions import SplitRegion
 from rematplan.runtime.split.split_step import CannotSplit, split_regions
 

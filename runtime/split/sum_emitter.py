@@ -1,0 +1,103 @@
+"""Append the sums of what parts of a region compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
+from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
+from rematplan.runtime.split.regions import SplitRegion
+
+ATEN = torch.ops.aten
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""Types in which sums over parts would lose digits. They are added in float32."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a region's axis: indices ``start`` to ``stop``; part ``at``."""
+
+    region: SplitRegion
+    at: int
+    start: int
+    stop: int
+
+
+class SumEmitter(CallEmitter):
+    """Appends sums over parts. ``step``: the step whose calls run in parts."""
+
+    def __init__(self, step: CapturedStep, region: SplitRegion) -> None:
+        super().__init__(step.values, region)
+        self.step = step
+        self.sums: dict[str, str] = {}
+        """By value that is summed over parts, the sum so far."""
+
+    def _adds_in_product(self, result: str) -> bool:
+        return self.step.values[result].fake.dtype not in HALF
+
+    def _add_product(self, call: Call, args: tuple[Any, ...], result: str, part: Part) -> None:
+        """Emit a product that is added to the sum so far."""
+        name = f"{result}.sum{part.at}"
+        if part.at:
+            args = (Ref(self.sums[result]), *args)
+        target = ATEN.addmm.default if part.at else call.target
+        self.call(call, f"{call.name}.{part.at}", target, args, {}, (name,))
+        self.sums[result] = name
+
+    def _add_rows(self, call: Call, args: tuple[Any, ...], part: Part) -> None:
+        """Emit a `RowSum` of one part's rows, which adds to the sum so far."""
+        x, result = call.args[-1].value, call.results[0] or ""
+        shape = tuple(int(n) for n in self.step.values[x].fake.shape)
+        count, whole = part.stop - part.start, part.region.indices
+        target = call.target.part(shape, part.region.states[x], whole, count)  # type: ignore[attr-defined]
+        one, name = self._new(f"{call.name}.{part.at}"), self._new(f"{result}.sum{part.at}")
+        if part.at:
+            args = (Ref(self.sums[result]), args[-1])
+        adds = len(args) > 1
+        self.calls.append(replace(call, name=one, target=target, args=args, results=(name,), in_place=adds))
+        storage = self.values[args[0].value].storage if adds else name
+        self.values[name] = Value(name, storage, one, self.step.values[result].fake)
+        self.sums[result] = name
+
+    def _add(self, call: Call, result: str, summand: str, part: Part) -> None:
+        """Emit the addition of a part's result to the sum so far, in float32 if the type has 16 bits."""
+        name, half = f"{result}.sum{part.at}", self.values[summand].fake.dtype in HALF
+        if part.at:
+            self.plain(call, name, ATEN.add.Tensor, (Ref(self.sums[result]), Ref(summand)))
+        elif half:
+            self.plain(call, name, ATEN._to_copy.default, (Ref(summand),), {"dtype": torch.float32})
+        else:
+            name = summand
+        self.sums[result] = name
+
+    def _finish_sum(self, call: Call, value: str, name: str) -> None:
+        """Let the sum over all parts be the whole result. ``name``: of the whole."""
+        last, like = self.sums[value], self.step.values[value].fake
+        if self.values[last].fake.dtype != like.dtype:
+            self.plain(call, name, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
+        else:
+            self._rename(last, name)
+        self._check_layout(value, name)
+
+    def _rename(self, old: str, new: str) -> None:
+        """Let the result of an emitted call have another name."""
+        at = next(k for k, c in enumerate(self.calls) if old in c.results)
+        call = self.calls[at]
+        self.calls[at] = replace(call, results=tuple(new if r == old else r for r in call.results))
+        value = self.values.pop(old)
+        self.values[new] = replace(value, name=new, storage=new if value.storage == old else value.storage)
+
+    def _new(self, name: str) -> str:
+        """Return a name that no value has. A value may be sliced in several regions."""
+        while name in self.values:
+            name += "_"
+        return name
+
+    def _check_layout(self, value: str, name: str) -> None:
+        """Raise `CannotSplit` if the whole result ``name`` has another layout than the unsplit step gives it."""
+        made, like = self.values[name].fake, self.step.values[value].fake
+        if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
+            raise CannotSplit(self.region, f"{value} would get other strides")
