@@ -12,11 +12,13 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
 LOADED = (
@@ -68,6 +70,17 @@ def begin() -> None:
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
+
+
+@contextmanager
+def gloo_rank(rank: int, world: int, rendezvous: str) -> Iterator[None]:
+    """What a script of `run_scripts` does as one rank of a process group, after which its process ends."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    yield
+    distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
 
 
 def _script(command: list[str], folder: Path, out: Path, err: Path) -> None:

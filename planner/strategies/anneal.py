@@ -52,17 +52,10 @@ class Anneal(SearchStrategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the plan of least overhead that is found within ``budget`` bytes of simulated peak.
+        """Return the plan of least overhead found within ``budget`` bytes; arguments and errors are those of
+        `Strategy.plan`.
 
-        Args:
-            graph: the planning problem.
-            budget: bytes.
-            progress: called with the fraction done (0 to 1) and a short text.
-            starts: known plans to start from. The result is at least as good as each of them that fits the budget and,
-                with ``keep_order``, keeps the problem's order.
-
-        Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
+        It is at least as good as each of ``starts`` that fits and, with ``keep_order``, keeps the problem's order.
         """
         compile_annealer()  # before the clock starts
         floor, effort = _floor(graph), Effort(self.time_limit, self.moves)

@@ -73,17 +73,10 @@ class ILP(SearchStrategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the plan of least overhead that is found within ``budget`` bytes of simulated peak, with a proven
-        lower bound of the overhead of any plan within this budget.
-
-        Args:
-            graph: the planning problem.
-            budget: bytes.
-            progress: called with the fraction done (0 to 1) and a short text.
-            starts: known plans to start from; those that run inverses are ignored.
+        """Return the plan of least overhead found within ``budget`` bytes, with a proven lower bound; arguments and
+        errors are those of `Strategy.plan`. Plans of ``starts`` with inverses are ignored.
 
         Raises:
-            InfeasibleBudget: no plan was found that fits; the error states the smallest peak found.
             KeyboardInterrupt: on Ctrl-C, before any plan was found that fits.
         """
         compile_annealer()  # before the clock starts

@@ -138,14 +138,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 def add_strategy_options(parser: argparse.ArgumentParser) -> None:
     """Add to ``parser`` the option ``-S``, which states options of strategies (planning algorithms). The help text
     lists the strategies with their options."""
-    parser.add_argument(
-        "-S",
-        dest="strategy_options",
-        type=strategy_option,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of the strategy, such as time_limit=60 (see below); may be repeated",
+    _add_options(
+        parser, "NAME=VALUE", "an option of the strategy, such as time_limit=60 (see below); may be repeated"
     )
     width = max(map(len, STRATEGIES))
     rows = (f"  {name:{width}}  {kind.summary}" for name, kind in STRATEGIES.items())
@@ -155,15 +149,12 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
 
 def add_time_limit(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add to ``parser`` the option ``-S`` of a command whose one strategy is `auto` with a time limit."""
-    parser.add_argument(
-        "-S",
-        dest="strategy_options",
-        type=strategy_option,
-        action="append",
-        default=[],
-        metavar=f"{LIMIT}=SECONDS",
-        help=meaning,
-    )
+    _add_options(parser, f"{LIMIT}=SECONDS", meaning)
+
+
+def _add_options(parser: argparse.ArgumentParser, form: str, meaning: str) -> None:
+    kind: dict[str, Any] = {"type": strategy_option, "action": "append", "default": []}
+    parser.add_argument("-S", dest="strategy_options", **kind, metavar=form, help=meaning)
 
 
 def time_limit(args: argparse.Namespace, usual: float) -> float:

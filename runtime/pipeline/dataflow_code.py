@@ -1,5 +1,5 @@
 """Code generation for a stage of a dataflow pipeline: a forward and a backward function without autograd, which call
-hooks to exchange messages.
+hooks (`StageHooks`) to exchange messages.
 
 In the backward, the next stage sends this stage's outputs, recomputed, with their gradients; inverses recompute the
 inputs from them.
@@ -7,11 +7,9 @@ inputs from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule, Step
@@ -19,35 +17,6 @@ from rematplan.runtime.execute.codegen import Writer
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepInput, StepOutput
 from rematplan.runtime.pipeline.dataflow_step import RETURN, SEND, Handed
 from rematplan.runtime.problem.loss_boundary import LOSS
-
-
-class Hooks(Protocol):
-    """Callbacks by which a compiled pipeline stage delivers its results, at the positions in the schedule that the
-    plan chose."""
-
-    def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the stage's outputs, in order: to send them to the next stage or, on the last stage, to compute the loss
-        from them."""
-
-    def renew(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Take the new content of the stage's buffers, in the order of `StageCode.buffers`."""
-
-    def send_back(self, recovered: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the message that the backward of a stage sends to the previous stage."""
-
-    def add(self, parameter: str, gradient: torch.Tensor) -> None:
-        """Take the gradient of a parameter, to add it to the gradients of earlier micro-batches."""
-
-    def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that the forward has computed or received, and that an inverse recomputes in the backward.
-        ``name``: its name in the captured step."""
-
-    def recovered(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that an inverse has recomputed in the backward. ``name``: its name in the captured step."""
-
-    def seed(self, draw: int) -> None:
-        """Seed the random number generator for the next random call. ``draw``: the position of that call among the
-        random calls of the stage."""
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,8 @@ def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Callbacks that take the results of one forward or backward of a pipeline stage; they implement
-    `dataflow_code.Hooks`."""
+    """Callbacks by which the compiled functions of a stage deliver the results of one forward or backward, at the
+    positions in the schedule that the plan chose."""
 
     stage: DataflowStage
     """The stage."""

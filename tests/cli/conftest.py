@@ -39,13 +39,13 @@ def quick(argv: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _captured_once() -> Iterator[None]:
-    """A named network is captured once for the commands of a file that load it alike: nothing changes a loaded step."""
+    """A network or a file is captured once for the commands of a file that load it alike: nothing changes a loaded
+    step."""
     load, loaded = api.load_step, {}
 
     def load_once(model: str | Path, **options: Any) -> api.LoadedStep:
-        if model not in ZOO:
-            return load(model, **options)
-        key = repr((model, sorted(options.items())))
+        written = None if model in ZOO or not Path(model).exists() else Path(model).stat().st_mtime_ns
+        key = repr((model, written, sorted(options.items())))
         if key not in loaded:
             loaded[key] = load(model, **options)
         return loaded[key]

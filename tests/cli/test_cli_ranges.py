@@ -1,15 +1,12 @@
 """`rematplan plan` and `curve` for a range of sizes of an ONNX file."""
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 
-from rematplan import api
 from rematplan.cli import main
 from rematplan.planner.family.range_proof import RangeProof
 from rematplan.plans.size_ranges import show_sizes
@@ -23,22 +20,6 @@ def chain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "chain.onnx"
     assert main(["export", "chain", "--dim", "depth=6", "--dim", "width=8", "--quiet", "-o", str(path)]) == 0
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _captured_once_a_size() -> Iterator[None]:
-    """Each size is captured once for all tests of this file."""
-    load, loaded = api.load_step, {}
-
-    def load_once(model: str | Path, **options: Any) -> api.LoadedStep:
-        key = repr((model, sorted(options.items())))
-        if key not in loaded:
-            loaded[key] = load(model, **options)
-        return loaded[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_step", load_once)
-        yield
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 usage: distributed_worker.py RANK RENDEZVOUS_FILE
 """
 
-import os
 import sys
 from collections.abc import Callable
 
 import torch
-from torch import distributed, nn
+from forks import gloo_rank
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -169,16 +169,12 @@ def check(how: str, rank: int) -> None:
 def main() -> None:
     """Check each way of running in parallel."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    for how in HOW:
-        check(how, rank)
-    for how in IN_PLACE:
-        check_in_place(how, rank)
-    check_units_in_place(rank)
-    distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
+    with gloo_rank(rank, 2, rendezvous):
+        for how in HOW:
+            check(how, rank)
+        for how in IN_PLACE:
+            check_in_place(how, rank)
+        check_units_in_place(rank)
 
 
 if __name__ == "__main__":

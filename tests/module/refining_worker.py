@@ -5,14 +5,14 @@ usage: refining_worker.py RANK RENDEZVOUS_FILE
 """
 
 import hashlib
-import os
 import sys
 from random import Random
 
 import pytest
 import torch
 from elsewhere import Elsewhere, begin_with_the_leanest
-from torch import distributed, nn
+from forks import gloo_rank
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
@@ -40,43 +40,39 @@ class Network(nn.Module):
 def main() -> None:
     """Train both; print the steps at which plans changed, the number of different plans, a hash of the weights."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    draws, elsewhere = Random(rank), Elsewhere()
-    x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(rank))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refining, "shared", lambda: elsewhere)
-        begin_with_the_leanest(patch.setattr)
-        planned = rematplan.plan_module(Network(), (x,), budget="90%", costs="roofline")
-    models = {"plain": Network(), "planned": planned}
-    parallel = {name: DistributedDataParallel(model) for name, model in models.items()}
-    optimizers = {name: torch.optim.SGD(model.parameters(), 0.05, 0.9) for name, model in models.items()}
-    plans, changes = [planned.plan.schedule], []
-    for step in range(STEPS):
-        if draws.random() < 0.3:
-            planned._rematplan.last.running.refinement._best = float(
-                "inf"
-            )  # so that any plan counts as better
-            elsewhere.find(rank=draws.randrange(8))
-        losses = []
-        for name, model in parallel.items():
-            torch.manual_seed(100 * rank + step)
-            optimizers[name].zero_grad()
-            loss = nn.functional.cross_entropy(model(x), torch.arange(len(x)))
-            loss.backward()
-            optimizers[name].step()
-            losses.append(loss.item())
-        assert losses[0] == losses[1], step
-        if planned.plan.schedule != plans[-1]:
-            plans.append(planned.plan.schedule)
-            changes.append(step)
-    states = [model.state_dict() for model in models.values()]
-    assert all(map(torch.equal, states[0].values(), states[1].values()))
-    weights = b"".join(p.detach().numpy().tobytes() for p in planned.parameters())
-    print(changes, len(set(plans)), hashlib.sha256(weights).hexdigest(), sep="|")
-    distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
+    with gloo_rank(rank, 2, rendezvous):
+        draws, elsewhere = Random(rank), Elsewhere()
+        x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(rank))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(refining, "shared", lambda: elsewhere)
+            begin_with_the_leanest(patch.setattr)
+            planned = rematplan.plan_module(Network(), (x,), budget="90%", costs="roofline")
+        models = {"plain": Network(), "planned": planned}
+        parallel = {name: DistributedDataParallel(model) for name, model in models.items()}
+        optimizers = {name: torch.optim.SGD(model.parameters(), 0.05, 0.9) for name, model in models.items()}
+        plans, changes = [planned.plan.schedule], []
+        for step in range(STEPS):
+            if draws.random() < 0.3:
+                planned._rematplan.last.running.refinement._best = float(
+                    "inf"
+                )  # so that any plan counts as better
+                elsewhere.find(rank=draws.randrange(8))
+            losses = []
+            for name, model in parallel.items():
+                torch.manual_seed(100 * rank + step)
+                optimizers[name].zero_grad()
+                loss = nn.functional.cross_entropy(model(x), torch.arange(len(x)))
+                loss.backward()
+                optimizers[name].step()
+                losses.append(loss.item())
+            assert losses[0] == losses[1], step
+            if planned.plan.schedule != plans[-1]:
+                plans.append(planned.plan.schedule)
+                changes.append(step)
+        states = [model.state_dict() for model in models.values()]
+        assert all(map(torch.equal, states[0].values(), states[1].values()))
+        weights = b"".join(p.detach().numpy().tobytes() for p in planned.parameters())
+        print(changes, len(set(plans)), hashlib.sha256(weights).hexdigest(), sep="|")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ bits with those of eager mode.
 usage: replicas_worker.py RANK RENDEZVOUS_FILE
 """
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,8 @@ from typing import Any
 
 import numpy
 import torch
-from torch import distributed, nn
+from forks import gloo_rank
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
@@ -132,13 +132,9 @@ def check(name: str, rank: int) -> None:
 def main() -> None:
     """Check each case."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    for name in CASES:
-        check(name, rank)
-    distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
+    with gloo_rank(rank, 2, rendezvous):
+        for name in CASES:
+            check(name, rank)
 
 
 if __name__ == "__main__":

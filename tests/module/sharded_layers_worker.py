@@ -5,7 +5,6 @@ usage: sharded_layers_worker.py RANK RENDEZVOUS_FILE
 """
 
 import itertools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from forks import gloo_rank
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -255,20 +255,16 @@ def apart(name: str, collective: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     """Check each way of training."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
     in_flight.LIMITS = in_flight.RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    for name in COLLECTIVES:
-        if hasattr(distributed, name):
-            setattr(distributed, name, apart(name, getattr(distributed, name)))
-    for name, case in CASES.items():
-        check(case, rank)
-        print(f"{name}: equal", flush=True)
-    check_optimizer()
-    check_refusals()
-    distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of Gloo that frees a tensor while Python shuts down would abort the process
+    with gloo_rank(rank, 2, rendezvous):
+        for name in COLLECTIVES:
+            if hasattr(distributed, name):
+                setattr(distributed, name, apart(name, getattr(distributed, name)))
+        for name, case in CASES.items():
+            check(case, rank)
+            print(f"{name}: equal", flush=True)
+        check_optimizer()
+        check_refusals()
 
 
 if __name__ == "__main__":
