@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from rematplan.ir.errors import ProblemError
+from rematplan.ir.errors import ProblemError, UsageError
 from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 PROBLEM_FORMAT = "rematplan.problem/1"
@@ -98,6 +98,14 @@ def read_json(path: str | Path) -> object:
         raise ProblemError(f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ProblemError(f"is not JSON: {error}") from None
+
+
+def stated_json(path: str | Path) -> object:
+    """Read a JSON file that a user names; `UsageError` if it cannot be read."""
+    try:
+        return read_json(path)
+    except ProblemError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

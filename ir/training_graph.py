@@ -106,6 +106,15 @@ class TrainingGraph:
         return {t: i for i, o in enumerate(self.ops) for t in o.writes}
 
     @cached_property
+    def readers(self) -> dict[str, list[str]]:
+        """By tensor, the names of the ops that read it, in order; tensors that none reads are left out."""
+        found: dict[str, list[str]] = {}
+        for op in self.ops:
+            for tensor in op.reads:
+                found.setdefault(tensor, []).append(op.name)
+        return found
+
+    @cached_property
     def base_cost(self) -> float:
         """The cost of running every op once, without inverses, in the unit of `Op.cost`."""
         return math.fsum(o.cost for o in self.ops)

@@ -30,10 +30,6 @@ def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> li
     """Insert the ops of ``graph`` that are not in ``shared`` into ``runs``, after each run that completes or
     renews what they read.
     """
-    readers: dict[str, list[str]] = {}
-    for op in graph.ops:
-        for t in op.reads if op.name not in shared else ():
-            readers.setdefault(t, []).append(op.name)
     made, found = set(graph.inputs), []
     for op in (op for op in graph.ops if op.name not in shared and made.issuperset(op.reads)):
         found.append(op.name)
@@ -44,6 +40,7 @@ def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> li
             name = waiting.pop()
             found.append(name)
             made.update(graph.op[name].writes)
-            new = dict.fromkeys(r for t in graph.op[name].writes for r in readers.get(t, ()))
+            read = (r for t in graph.op[name].writes for r in graph.readers.get(t, ()))
+            new = dict.fromkeys(r for r in read if r not in shared)
             waiting += [r for r in reversed(new) if made.issuperset(graph.op[r].reads) and r not in waiting]
     return found

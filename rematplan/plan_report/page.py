@@ -213,10 +213,6 @@ def _in_units(row: Sequence[int], scale: int) -> list[float]:
 def _said(subject: Subject, found: Replay) -> list[str]:
     """Return the text at each run: the op, its module, and for the largest tensor that it writes, its readers and how
     long it stays."""
-    readers: dict[str, list[str]] = {}
-    for op in subject.graph.ops:
-        for tensor in op.reads:
-            readers.setdefault(tensor, []).append(op.name)
     largest: dict[int, Stay] = {}
     for stay in found.stays:
         known = largest.get(stay.first)
@@ -233,7 +229,7 @@ def _said(subject: Subject, found: Replay) -> list[str]:
         ]
         if at in largest:
             stay = largest[at]
-            who = ", ".join(readers.get(stay.tensor, ())[:4]) or "nobody"
+            who = ", ".join(subject.graph.readers.get(stay.tensor, ())[:4]) or "nobody"
             lines.append(f"writes {stay.tensor}, {show_bytes(stay.bytes)}, read by {who}")
             end = stay.last < len(found.runs) - 1
             lines.append(f"freed after {found.runs[stay.last].op}" if end else "stays to the end")

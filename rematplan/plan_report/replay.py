@@ -127,10 +127,6 @@ def held_at_peak(graph: TrainingGraph, plan: Plan, replayed: Replay, most: int =
         return ()
     at = sum(isinstance(step, Run) for step in plan.schedule[: plan.estimate.peak_at + 1]) - 1
     there = [s for s in replayed.stays if s.first <= at <= s.last]
-    readers: dict[str, list[str]] = {}
-    for op in graph.ops:
-        for tensor in op.reads:
-            readers.setdefault(tensor, []).append(op.name)
     peak = graph.op[replayed.runs[at].op]
     found = sorted(there, key=lambda s: (-s.bytes, s.first))[:most]
     return tuple(
@@ -139,7 +135,7 @@ def held_at_peak(graph: TrainingGraph, plan: Plan, replayed: Replay, most: int =
             s.bytes,
             replayed.runs[s.first].op,
             replayed.runs[s.first].module,
-            tuple(readers.get(s.tensor, ())),
+            tuple(graph.readers.get(s.tensor, ())),
             _advice(graph, s.tensor, peak.name, (*peak.reads, *peak.writes)),
         )
         for s in found

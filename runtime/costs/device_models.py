@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rematplan.ir import ProblemError, UsageError
-from rematplan.ir.problem_json import read_json
+from rematplan.ir import UsageError
+from rematplan.ir.problem_json import stated_json
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +67,7 @@ def device_model(name: str) -> DeviceModel:
 
 
 def _model_of_file(path: str) -> DeviceModel:
-    try:
-        data = read_json(path)
-    except ProblemError as error:
-        raise UsageError(f"{path}: {error}") from None
+    data = stated_json(path)
     fields = data if isinstance(data, dict) else {}
     flops = fields.get("flops")
     rates = {str(key): _positive(rate) for key, rate in flops.items()} if isinstance(flops, dict) else {}

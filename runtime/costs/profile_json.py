@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rematplan.ir import ProblemError, UsageError
-from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.ir import UsageError
+from rematplan.ir.problem_json import stated_json, write_whole
 from rematplan.runtime.costs.profile import device_name, signature
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -63,19 +63,13 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def is_profile(path: Path) -> bool:
     """Return whether a JSON file says that it is a profile; `UsageError` if it cannot be read."""
-    try:
-        data = read_json(path)
-    except ProblemError as error:
-        raise UsageError(f"{path}: {error}") from None
+    data = stated_json(path)
     return isinstance(data, dict) and "format" in data
 
 
 def read_profile(path: Path) -> Profile:
     """Read a profile from a JSON file of the format ``rematplan.profile/1``; `UsageError` if it is malformed."""
-    try:
-        data = read_json(path)
-    except ProblemError as error:
-        raise UsageError(f"{path}: {error}") from None
+    data = stated_json(path)
     if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
         raise UsageError(f"{path}: not a {PROFILE_FORMAT} file")
     try:
