@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ class DescentOptions:
     recomputations accumulate."""
     cleaning_heat: float = 0.1
     """The initial temperature of the ``cleaning_moves``."""
+    cleaning_share: float = 0.0
+    """The share of the effort left for lowering the cost, spread over the steps that are still to come. It is used
+    where it makes more than ``cleaning_moves``."""
     round_of_eight: int = 6
     """With phases: descents follow the annealing rounds k with k mod 8 equal to this that found nothing better.
     Without phases they follow each hot round that found nothing better. With phases such descents are rare, because
@@ -80,19 +84,26 @@ class Descent:
                 tried += self._cool(effort, patience - tried, until, heat, UNTIL_FEASIBLE)
             if annealer.feasible:
                 # Otherwise useless recomputations would accumulate.
-                self._cheapen(effort, until)
+                self._cheapen(effort, until, self._steps(peak, step))
                 plan = self.offer(annealer.best())
             else:
                 step /= 2
                 patience *= 2
             price = annealer.price
 
-    def _cheapen(self, effort: Effort, until: float) -> None:
-        """Lower the cost of the sequence just found within the same budget, by a fixed number of moves or
-        until ``until`` is spent.
+    def _steps(self, peak: int, step: float) -> float:
+        """Return how many steps of this share lead from ``peak`` to the budget."""
+        low, high = max(1, self.budget - self.inputs), max(1, peak - self.inputs)
+        return max(1.0, math.log(high / low) / -math.log1p(-step))
+
+    def _cheapen(self, effort: Effort, until: float, steps: float) -> None:
+        """Lower the cost of the sequence just found within the same budget. ``steps``: how many are still to
+        come, this one included.
         """
-        moves, hot, cold = self.options.cleaning_moves * self.ops, self.options.cleaning_heat, LAST_HEAT
-        made = 0
+        options = self.options
+        share = options.cleaning_share * max(0.0, until - effort.spent()) / steps
+        moves = max(options.cleaning_moves * self.ops, int(share * effort.rate))
+        hot, cold, made = options.cleaning_heat, LAST_HEAT, 0
         while made < moves and effort.spent() < until:
             first = hot * (cold / hot) ** (made / moves)
             last = hot * (cold / hot) ** min(1.0, (made + effort.slice_) / moves)

@@ -162,8 +162,6 @@ class AutoSession:
             self.take(nested_plans(self.for_blocks, self.budget, self.for_block_plans, self.report))
         if self.best is None:
             self.take((self.evicted(),))
-        if self.best_overhead > SHARES.dear and not self.finished:  # such plans are bad starts
-            self.anneal(self.graph, SHARES.from_above * self.effort.left, alone=True)
         if self.best is None:
             self.lower_the_peak()
         if self.finished:
@@ -281,14 +279,13 @@ class AutoSession:
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
         usable = [runs for runs in starts if inverses.isdisjoint(runs)]
-        dear = usable if SHARES.dear < self.best_overhead < math.inf else []
         other = Search(graph, self.budget, self.options.seed + 1, self.options.keep_order, self.good_enough)
         search.suggest = other.suggest = lambda: self.bound.nearest
         other.suggested_to = (0,)
         try:
             effort = self.effort.part(amount)
             with nullcontext() if alone else self.second_annealing(other, usable, effort):
-                search.run_from_above([] if dear else usable, dear, effort)
+                search.run(usable, effort)
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.annealing.falling_budget import plans_down_to
+from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.time_shares import SessionOptions
+from rematplan.planner.auto.time_shares import SHARES, SessionOptions
+from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
@@ -115,9 +118,9 @@ class Auto(Strategy):
         """
         steps = sorted(set(budgets), reverse=True)
         found: list[Plan] = []
-        known: Sequence[Plan] = starts
         compile_kernels(progress)  # before any clock starts
         effort = Effort(self.time_limit, self.counted)
+        known: Sequence[Plan] = (*starts, *self._falling(graph, steps, effort, progress))
         for k, budget in enumerate(steps):
             # The k-th of n gets k shares: small budgets are the hard ones. Unused effort goes to the others.
             amount = effort.left * (k + 1) / sum(range(k + 1, len(steps) + 1))
@@ -137,3 +140,21 @@ class Auto(Strategy):
                 known = session.known
             effort.charge(moves=session.effort.done)
         return pareto([*found, *(p for p in known if p not in found)])
+
+    def _falling(
+        self, graph: TrainingGraph, steps: Sequence[int], effort: Effort, progress: Progress
+    ) -> tuple[Plan, ...]:
+        """Return plans for all budgets of a curve by one annealing. Raise what interrupts it."""
+        part = effort.part(SHARES.falling * effort.left)
+        lowest = max(min(steps, default=0), min_peak_bound(graph).bytes)
+        plans = plans_down_to(
+            infer_phases(graph),
+            lowest,
+            part,
+            seed=self.seed,
+            keep_order=self.keep_order,
+            report=lambda _: progress(0.0, "all budgets together"),
+        )
+        if part.interrupted:
+            raise part.interrupted
+        return plans

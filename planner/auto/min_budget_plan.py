@@ -77,14 +77,12 @@ def cheapest_near_smallest_peak(
     if interrupted:
         return replace(least, budget=budget)
     if slack:
-        if (
-            not keep_order
-        ):  # annealing finds no cheap plan from a dear one of the least peak; block plans are cheap
+        if not keep_order:  # block plans are cheap
             known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
         most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
         above = effort.part(min(most, MIN_BUDGET.rungs * (moves - share.done if moves else effort.left)))
         known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
-        moves -= above.done
+        moves -= above.done if moves else 0
         if above.interrupted:
             return replace(least, budget=budget, near=ladder(known))
     try:

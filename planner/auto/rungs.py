@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import RUNGS
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, by_peak, plan_from_runs
@@ -31,7 +30,7 @@ def rungs_above(
     """
     smallest, found = min(known, key=by_peak).peak, list[Plan]()
     shares = [share for share in RUNGS if share >= least]
-    for k, share in enumerate(reversed(shares)):
+    for k, share in enumerate(shares):
         budget = int(share * smallest)
         every = (*known, *found)
         fitting = min((plan for plan in every if plan.peak <= budget), key=by_cost)
@@ -43,11 +42,9 @@ def rungs_above(
             continue
         above = min((plan for plan in every if plan.peak > budget), key=by_peak, default=None)
         part = effort.part(effort.left / (len(shares) - k))
-        is_dear = fitting.estimate.overhead > SHARES.dear
-        dear, starts = ([fitting], [above]) if is_dear else ([], [fitting, above])
         search = Search(graph, budget, seed, keep_order, _is_free)
         try:
-            search.run_from_above(_runs(starts), _runs(dear), part)
+            search.run(_runs([fitting, above]), part)
         except INTERRUPTS as interrupt:
             effort.interrupted = interrupt
         found += [plan for plan in (search.best, search.smallest) if plan is not None]

@@ -44,19 +44,14 @@ class TimeShares:
     """The seconds for each op that these two searches may take at most: small problems converge in a fraction."""
     eviction: float = 0.1
     """The share for simulations of eviction, which are used if no other plan fits the budget yet."""
-    from_above: float = 0.45
-    """The share of the time left for annealing from plans over the budget, if no plan fits or only plans above
-    ``dear``. The search for the smallest peak follows if none fits then. With 0, ResNet-50 at 226 MiB (smallest peak
-    206) has an overhead of 434 % after 15 seconds."""
+    falling: float = 0.3
+    """The share of the time of a curve for one annealing whose budget falls through all budgets (`plans_down_to`)."""
     bound: float = 0.75
     """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
     the whole time."""
     first_annealing: float = 0.3
     """The share of the time left for an annealing before the block strategies. If it closes the gap to the lower bound,
     the block strategies are not run."""
-    dear: float = 1.25
-    """The overhead from which on a plan is no start for annealing (`Search.run_from_above`) as long as others may lead
-    to cheaper ones. It is an overhead: a share of the step's time without recomputation."""
     cores: int = 2
     """The number of cores from which on a second annealing runs, after the search for the lower bound has ended."""
     few_ops: int = 200

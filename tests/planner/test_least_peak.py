@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.falling_budget import plans_down_to
+from rematplan.planner.annealing.restarts import DEAR, Search
 from rematplan.planner.auto import block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
@@ -168,17 +169,44 @@ def test_larger_peaks_of_a_tiny_problem_cost_the_optimum_without_annealing():
     assert rungs_above(graph, [no_recompute(graph)], effort) == []  # it costs nothing
 
 
-def test_a_dear_start_is_kept_if_nothing_else_fits_and_left_out_otherwise():
+@pytest.mark.parametrize(("share", "cheaper"), [(1.02, 0.8), (1.2, 0.2)])
+def test_annealing_makes_a_dear_plan_cheap_without_leaving_the_budget(share, cheaper):
     graph = problems.unet()
     dear = plan_near_least(graph, no_recompute(graph).peak, Effort(60, 100_000))
     assert dear is not None
-    assert dear.estimate.overhead > SHARES.dear
-    for budget, cheaper in ((int(1.02 * dear.peak), 1.0), (int(1.2 * dear.peak), 0.2)):
-        effort = Effort(moves=60_000)
-        found = Search(graph, budget).run_from_above([], [runs_of(dear.schedule)], effort)
-        assert found is not None
-        assert found.peak <= budget
-        assert found.estimate.overhead <= cheaper * dear.estimate.overhead
+    assert dear.estimate.overhead > DEAR
+    found = Search(graph, int(share * dear.peak)).run([runs_of(dear.schedule)], Effort(moves=60_000))
+    assert found is not None
+    assert found.peak <= share * dear.peak
+    assert found.estimate.overhead < cheaper * dear.estimate.overhead
+
+
+def test_one_annealing_finds_cheap_plans_at_all_peaks():
+    graph = problems.unet()
+    lowest = min_peak_bound(graph).bytes
+    front = plans_down_to(graph, lowest, Effort(moves=60_000))
+    assert [p.estimate.cost for p in front] == sorted(p.estimate.cost for p in front)
+    assert front[0].peak == no_recompute(graph).peak
+    assert len(front) > 10
+    again = plans_down_to(graph, lowest, Effort(moves=60_000))
+    assert [p.schedule for p in again] == [p.schedule for p in front]
+    middle = (front[0].peak + lowest) // 2
+    alone = Search(graph, middle).run([], Effort(moves=60_000))
+    assert alone is not None
+    together = min(p.estimate.overhead for p in front if p.peak <= middle)
+    assert together <= alone.estimate.overhead + 0.05
+
+
+def test_min_spends_what_is_left_of_its_time_on_the_cheapest_plan():
+    asked = []
+
+    def cheapest(seconds):
+        asked.append(seconds)
+        return Anneal(moves=1000)
+
+    cheapest_near_smallest_peak(dense(4), 3.0, slack=MIN_BUDGET.slack, cheapest=cheapest)
+    assert len(asked) == 1
+    assert asked[0] > 0
 
 
 def test_the_least_peak_is_never_above_a_known_plan(problems):
