@@ -13,4 +13,5 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 def renewed_buffers(step: CapturedStep) -> set[str]:
     """Return the names of the storages of those buffers for which a step computes new content."""
     renewed = {o.target for o in step.outputs if o.kind == "buffer"}
-    return {step.values[i.value].storage for i in step.inputs if i.kind == "buffer" and i.target in renewed}
+    kinds = ("buffer", "parameter")  # a forward may also change a frozen parameter
+    return {step.values[i.value].storage for i in step.inputs if i.kind in kinds and i.target in renewed}

@@ -442,3 +442,34 @@ def test_returned_arguments_buffers_and_frozen_parameters_are_themselves() -> No
         for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(ours, theirs), name
         assert torch.equal(model.body.weight.grad, plain.body.weight.grad)
+
+
+class Target(nn.Module):
+    """Moves the weights of a frozen copy in its forward, as MoCo and BYOL do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+            wanted = self.target(x)
+        return (self.online(x) - wanted).square().mean()
+
+
+def test_frozen_weights_that_a_forward_moves_may_be_read_again() -> None:
+    torch.manual_seed(0)
+    plain = Target()
+    model = rematplan.apply(copy.deepcopy(plain), "min", costs="roofline", refine=False)
+    for _ in range(3):
+        x = torch.randn(32, 16)
+        for one in (model, plain):
+            one(x).backward()
+            with torch.no_grad():
+                for p in one.online.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+        for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs), name
