@@ -100,8 +100,8 @@ class Descent:
         """Lower the cost of the sequence just found within the same budget. ``steps``: how many are still to
         come, this one included.
         """
-        options = self.options
-        share = options.cleaning_share * max(0.0, until - effort.spent()) / steps
+        options, left = self.options, max(0.0, until - effort.spent())
+        share = options.cleaning_share * left / steps if left < math.inf else 0.0
         moves = max(options.cleaning_moves * self.ops, int(share * effort.rate))
         hot, cold, made = options.cleaning_heat, LAST_HEAT, 0
         while made < moves and effort.spent() < until:

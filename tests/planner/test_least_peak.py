@@ -197,6 +197,11 @@ def test_one_annealing_finds_cheap_plans_at_all_peaks():
     assert together <= alone.estimate.overhead + 0.05
 
 
+def test_a_falling_budget_needs_no_limit_of_the_effort():
+    graph = dense(3)
+    assert plans_down_to(graph, min_peak_bound(graph).bytes, Effort())[-1].peak < no_recompute(graph).peak
+
+
 def test_min_spends_what_is_left_of_its_time_on_the_cheapest_plan():
     asked = []
 
