@@ -187,9 +187,9 @@ def common_plan(
     )
     stages[0] = replace(stages[0], template=charged)
     actions = _actions(rehearsed, groups, loss, around)
-    search = _searching(stages, actions, asked, fixed)
-    gradients = sum(_bytes(t) for t in named.values() if t.requires_grad)
-    if (least := always + gradients + stepping) > search.budget:
+    least = always + _gradients(rehearsed, named) + stepping
+    search = _searching(stages, actions, asked, fixed, least)
+    if least > search.budget:
         raise InfeasibleBudget("parts", search.budget, max(least, search.smallest), "proven")
     try:
         found = search.run()
@@ -277,6 +277,15 @@ def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulati
     return always, others.stepping
 
 
+def _gradients(rehearsed: Rehearsed, named: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of all gradients at the optimizer's step."""
+    inside = tuple(f"{name}." for name, _ in rehearsed.calls)
+    trained = {name: _bytes(t) for name, t in named.items() if t.requires_grad}
+    of_parts = sum(size for name, size in trained.items() if name.startswith(inside))
+    # Those of the rest may be sparse, and then take less than their parameters.
+    return of_parts + min(sum(trained.values()) - of_parts, rehearsed.ending)
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     return sum(allocated(t.nbytes, t.device) for t in plain_tensors(tensor))
 
@@ -302,9 +311,9 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: 
 
 
 def _searching(
-    stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None
+    stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None, least: int
 ) -> RankSearch:
-    """Return the search for the parts' plans within the budget."""
+    """Return the search for the parts' plans within the budget. ``least``: the bytes of the optimizer's step."""
 
     seconds = min(asked.time_limit, FIRST) if asked.refine else asked.time_limit
 
@@ -318,6 +327,6 @@ def _searching(
         return search(fixed)
     if stated.is_lean:
         smallest = search(0).smallest
-        return search(smallest + int(LEAN[stated.kind] * smallest))
+        return search(max(least, smallest + int(LEAN[stated.kind] * smallest)))
     whole = rank_peak(actions, [stage.measured(no_recompute(stage.graph)) for stage in stages])
     return search(stated.bytes(whole, lambda: 0))

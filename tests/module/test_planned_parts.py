@@ -242,6 +242,17 @@ class Sparse(Matching):
         return x
 
 
+class SparseWords(Base):
+    """Adds rows of a large embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50_000, WIDTH, sparse=True)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + self.words((x[:, 0] > 0).long()))
+
+
 ROUTERS = (Routing, Counting)
 """Their parts get other rows at each step."""
 MODELS = (Dropping, Matching, *ROUTERS, Tail, Sparse)
@@ -325,6 +336,21 @@ def test_steps_equal_those_of_eager_mode_and_keep_to_the_budget(kind: type[nn.Mo
     made_of = planned(found)
     assert max(peaks) <= made_of.peak <= made_of.budget < max(eager)
     assert made_of.share > 0.5
+
+
+def test_the_budget_min_holds_the_gradients_but_not_sparse_ones_as_if_they_were_dense() -> None:
+    model, plain = made(SparseWords)
+    in_parts(model, "min")
+    for at in range(2):
+        peak = measured(model, at)
+        seeded(at)
+        run(plain, *batch(at))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(p.grad.to_dense(), q.grad.to_dense()) for p, q in pairs)
+        plain.zero_grad()
+        assert peak <= planned(model).budget
+    dense = model.words.weight.nbytes
+    assert planned(model).budget < dense + sum(p.nbytes for p in model.parameters())
 
 
 def test_a_planned_module_makes_its_plans_at_once_and_leaves_the_model_as_it_was() -> None:
