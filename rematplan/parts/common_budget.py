@@ -278,8 +278,8 @@ def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulati
 
 
 def _gradients(rehearsed: Rehearsed, named: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of all gradients at the optimizer's step."""
-    inside = tuple(f"{name}." for name, _ in rehearsed.calls)
+    """Return the bytes of all gradients at the optimizer's step. ``named``: with ``model.`` before the names."""
+    inside = tuple(f"model.{name}." if name else "model." for name, _ in rehearsed.calls)
     trained = {name: _bytes(t) for name, t in named.items() if t.requires_grad}
     of_parts = sum(size for name, size in trained.items() if name.startswith(inside))
     # Those of the rest may be sparse, and then take less than their parameters.

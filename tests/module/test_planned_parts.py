@@ -353,6 +353,24 @@ def test_the_budget_min_holds_the_gradients_but_not_sparse_ones_as_if_they_were_
     assert planned(model).budget < dense + sum(p.nbytes for p in model.parameters())
 
 
+def test_the_budget_min_holds_the_optimizer_s_step() -> None:
+    model, _ = made(Matching)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    in_parts(model, "min", reserved=[optimizer])
+    few = 2  # rows: the parameters take more than the activations
+
+    def step() -> None:
+        run(model, *batch(0, few))
+        optimizer.step()
+
+    step()
+    model.zero_grad()
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    peak, _ = peak_above_entry(step, CPU)
+    held = sum(p.nbytes for p in model.parameters())
+    assert 0.9 * planned(model).budget < peak + held + states <= planned(model).budget
+
+
 def test_a_planned_module_makes_its_plans_at_once_and_leaves_the_model_as_it_was() -> None:
     model, plain = made(Matching)
     state = torch.get_rng_state()
