@@ -33,13 +33,16 @@ HELD = 100.0
 """The first price of bytes over the budget, if the best sequence is reheated: a mean tensor over the budget at one run
 costs as much as so many mean runs. The price falls by itself while sequences fit.
 
-From a low price, a sequence that runs its ops many times leaves the budget for good: at 1.01 times its
-smallest peak, ResNet-50 stays at an overhead of 437 %. From this one it gets to about 170 % in a second.
+From a low price, a sequence that runs its ops many times leaves the budget for good: at 1.01 times its smallest peak,
+ResNet-50 stays at an overhead of 437 %. From the price here it gets to about 170 % in a second.
 """
 DEAR = 1.25
-"""The overhead from which on the best start is annealed before the rounds: for `DEAR_LENGTH` shortest rounds, but at
-most half of the effort. Rounds alone are too short for sequences that run ops many times."""
-DEAR_LENGTH, DEAR_HEAT = 6.0, 0.3
+"""If the best start has more than this overhead, it is annealed before the rounds, which are too short for sequences
+that run ops many times."""
+DEAR_LENGTH = 6.0
+"""The length of this annealing in shortest rounds, but at most half of the effort."""
+DEAR_HEAT = 0.3
+"""Its first temperature, in percent of the base cost."""
 
 
 @dataclass

@@ -77,7 +77,7 @@ def cheapest_near_smallest_peak(
     if interrupted:
         return replace(least, budget=budget)
     if slack:
-        if not keep_order:  # block plans are cheap
+        if not keep_order:  # block plans need not keep the order
             known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
         most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
         above = effort.part(min(most, MIN_BUDGET.rungs * (moves - share.done if moves else effort.left)))

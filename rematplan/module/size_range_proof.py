@@ -49,7 +49,7 @@ def prove_ranges(
     """
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
-        return ()  # what is split or fused is so at one size
+        return ()  # splits and fused kernels are those of one size
     if options.stated_budget().is_lean:
         return ()
     # The other dimensions have fixed sizes. Sizes below 2 have other ops and are not checked.
