@@ -5,6 +5,7 @@ usage: collective_worker.py RANK RENDEZVOUS_FILE
 """
 
 import copy
+import faulthandler
 import os
 import sys
 
@@ -71,6 +72,7 @@ def train(model: nn.Module, x: torch.Tensor) -> list[float]:
 def main() -> None:
     """Train both; say so if they end equal, and which order the plan communicates in."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+    faulthandler.dump_traceback_later(120)  # where it waits, if it waits forever
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -81,7 +83,7 @@ def main() -> None:
         budget=BUDGETS[rank],
         costs="roofline",
         refine=False,
-        strategy=rematplan.Auto(time_limit=0.2),
+        strategy=rematplan.Auto(moves=2_000),
     )
     plan, step = planned.plan, planned._rematplan.last.captured
     runs = [one.op for one in plan.schedule if hasattr(one, "op")]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import PATIENCE
 from torch import Tensor, distributed, nn
 from torch.distributed import _functional_collectives as collectives
 
@@ -20,25 +21,23 @@ WORKER = Path(__file__).parent / "collective_worker.py"
 
 
 def test_steps_with_other_budgets_are_equal_and_communicate_in_one_order(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(tmp_path / "rendezvous")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    # Interpreters, not forks: each has an order of its own for sets of strings.
+    logs = [[tmp_path / f"{name}{rank}.log" for name in ("out", "err")] for rank in range(2)]
+    ranks = []
+    for rank, (out, err) in enumerate(logs):
+        command = [sys.executable, WORKER, str(rank), tmp_path / "rendezvous"]
+        with out.open("w") as said, err.open("w") as errors:
+            ranks.append(subprocess.Popen(command, stdout=said, stderr=errors))
     try:
-        said = []
-        for process in ranks:
-            out, err = process.communicate(timeout=240)
-            assert process.returncode == 0, err
-            said.append(out.splitlines())
+        status = [process.wait(PATIENCE) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    (reruns, order, equal), (other_reruns, other_order, other_equal) = said
+        print(*(path.read_text() for paths in logs for path in paths), sep="\n")
+    assert status == [0, 0]
+    (reruns, order, equal), (other_reruns, other_order, other_equal) = (
+        out.read_text().splitlines() for out, _ in logs
+    )
     assert reruns != other_reruns
     assert order == other_order
     assert equal == other_equal == "equal"
