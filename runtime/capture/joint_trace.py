@@ -24,7 +24,8 @@ from rematplan.ir import ModelError
 from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
-from rematplan.runtime.capture.patches.fake_layouts import InPlaceLayouts, TrueLayouts
+from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
+from rematplan.runtime.capture.patches.in_place_layouts import InPlaceLayouts
 from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
 from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text

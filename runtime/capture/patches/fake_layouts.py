@@ -10,23 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.types import Number
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from rematplan.ir import ModelError
 from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
-    FunctionalTensor,
     OpOverload,
-    TorchDispatchMode,
-    TorchDispatchModeKey,
     disable_current_modes,
-    from_functional_tensor,
-    functionalize_commit_update,
-    functionalize_replace,
-    functionalize_sync,
-    get_dispatch_mode,
     pytree,
 )
 from rematplan.runtime.graph.storage_slices import is_plain
@@ -82,20 +71,21 @@ _NAMES = (
 )
 
 
-def _op(name: str) -> Any:
+def aten_op(name: str) -> Any:
+    """Return the ATen op called ``name``, such as ``pow.Scalar``; without a dot its default overload."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(ATEN, packet), overload or "default")
 
 
-UNSURE = frozenset(map(_op, _NAMES))
+UNSURE = frozenset(map(aten_op, _NAMES))
 """Ops whose fakes were found to have other strides than the kernel's results, if an argument is not
 contiguous."""
 NORMS = frozenset(
-    _op(name) for name in (*_NAMES, "native_group_norm", "native_group_norm_backward") if "norm" in name
+    aten_op(name) for name in (*_NAMES, "native_group_norm", "native_group_norm_backward") if "norm" in name
 )
 """Ops whose fakes on a CPU have other types than the kernel's results, if the input has another type than the
 weight, as under autocast: the kernel keeps the mean and the deviation in the weight's type."""
-REFUSED = frozenset(map(_op, ("_ctc_loss", "_grouped_mm", *(f"upsample_nearest{n}d" for n in (1, 2, 3)))))
+REFUSED = frozenset(map(aten_op, ("_ctc_loss", "_grouped_mm", *(f"upsample_nearest{n}d" for n in (1, 2, 3)))))
 """Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
 numbers."""
 _OF_ONES = (
@@ -132,7 +122,7 @@ _OF_ONES = (
     "upsample_trilinear3d",
     "zeros_like",
 )
-UNSURE_OF_ONES = frozenset(map(_op, _OF_ONES))
+UNSURE_OF_ONES = frozenset(map(aten_op, _OF_ONES))
 """Further ops whose fakes were found to have other strides where a size of 1 makes several strides true, if an argument
 does not have those of a new tensor. The same is true for all pointwise ops."""
 
@@ -150,9 +140,13 @@ def _cropped(args: Sequence[Any]) -> Any:
 
 
 SHAPED: Mapping[Any, Callable[[Sequence[Any]], Any]] = {
-    **{_op(name): lambda args: args[0].new_empty(args[2]) for name in _NAMES if name.startswith("upsample_")},
-    _op("_ctc_loss_backward.Tensor"): lambda args: args[1].new_empty(args[1].shape),
-    _op("constant_pad_nd"): _cropped,
+    **{
+        aten_op(name): lambda args: args[0].new_empty(args[2])
+        for name in _NAMES
+        if name.startswith("upsample_")
+    },
+    aten_op("_ctc_loss_backward.Tensor"): lambda args: args[1].new_empty(args[1].shape),
+    aten_op("constant_pad_nd"): _cropped,
 }
 """Ops that have no fakes, or wrong ones, for symbolic sizes: by op, a function from its arguments to its result without
 data; None if the fake is right."""
@@ -207,13 +201,13 @@ class TrueLayouts(FakeTensorMode):
                 result = self._dispatch_impl(func, types, args, kwargs)
             elif result is None:
                 result = super()._cached_dispatch_impl(func, types, args, kwargs)
-            if isinstance(result, (tuple, list)) and _makes_new_memory(func):
+            if isinstance(result, (tuple, list)) and makes_new_memory(func):
                 with self:
                     result = _all_different(result)
             if self.symbols:
                 self.symbols.check_lengths()
             ones = _has_ones(result)
-            if ones and _is_view(func) and func is not ATEN.as_strided.default:
+            if ones and is_view(func) and func is not ATEN.as_strided.default:
                 if self.symbols:
                     return result
                 with self:
@@ -258,6 +252,16 @@ class TrueLayouts(FakeTensorMode):
             with self:
                 self._made[key] = pytree.tree_map_only(torch.Tensor, _like, real)
         return self._made[key]
+
+
+def makes_new_memory(func: Any) -> bool:
+    """Return whether an op's schema says that no result shares memory with an argument."""
+    return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an op returns a view of its first argument, or a list of views."""
+    return isinstance(func, OpOverload) and func.is_view and len(func._schema.returns) == 1
 
 
 def _has_ones(results: Any) -> bool:
@@ -308,7 +312,7 @@ def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_give
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
         args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: _real(t, now).fill_(number), (args, kwargs)
+            torch.Tensor, lambda t: real_like(t, now).fill_(number), (args, kwargs)
         )
         return func(*args, **kwargs)
 
@@ -329,7 +333,8 @@ def _mixed_on_cpu(arguments: Any) -> bool:
     return len({t.dtype for t in tensors}) > 1 and all(t.device.type == "cpu" for t in tensors)
 
 
-def _real(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Tensor:
+def real_like(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torch.Tensor:
+    """Return an uninitialised tensor like a fake one. ``now``: makes sizes integers."""
     shape, stride = now((tuple(fake.shape), fake.stride()))
     return torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
 
@@ -383,149 +388,3 @@ def check_layouts(step: CapturedStep) -> None:
             fake = step.values[name].fake if name else made
             if (fake.shape, fake.stride()) != (made.shape, made.stride()):
                 raise NotSymbolic(f"the results of {call.target} have other strides for other sizes")
-
-
-RUN, GRAIN = 64, 2**15
-"""A CPU kernel processes a contiguous row in vectors of at most ``RUN`` numbers, and the rest of the row one by one, by
-other code. One thread processes a tensor of fewer than ``GRAIN`` numbers."""
-
-
-@torch.library.custom_op("rematplan::laid", mutates_args=())
-def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a copy of ``x`` whose strides are ``stride``."""
-    return x.new_empty_strided(x.shape, stride).copy_(x)
-
-
-_laid.register_fake(lambda x, stride: x.new_empty_strided(x.shape, stride))
-
-
-DRAWS = frozenset(
-    {
-        *(ATEN.bernoulli_.float, ATEN.bernoulli_.Tensor, ATEN.cauchy_.default, ATEN.exponential_.default),
-        *(ATEN.geometric_.default, ATEN.log_normal_.default, ATEN.normal_.default, ATEN.uniform_.default),
-        *(ATEN.random_.default, getattr(ATEN.random_, "from"), ATEN.random_.to),
-    }
-)
-"""Ops that overwrite a tensor with random numbers."""
-UNNAMEABLE = getattr(ATEN.random_, "from")
-"""An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
-
-
-@torch.library.custom_op("rematplan::drawn", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _drawn(
-    like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return a new tensor like ``like`` with random numbers from the in-place ATen op ``op``, such as
-    ``normal_.default``."""
-    drawn: torch.Tensor = _op(op)(_real(like), *tensors, *numbers)
-    return drawn
-
-
-_drawn.register_fake(lambda like, op, numbers, tensors: _real(like))
-
-
-class InPlaceLayouts(TorchDispatchMode):
-    """Makes a trace keep, inside the block, the strides of tensors that are changed in place or drawn, as eager mode
-    does.
-
-    Raises `ModelError` if the forward writes into a constant, or into windows (``unfold``) that overlap or leave
-    gaps.
-    """
-
-    supports_higher_order_operators = True  # they are not changed
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.windows: Any = WeakTensorKeyDictionary()  # overlapping or incomplete windows, and their views
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        written = args[0] if args and _writes_first(func) else None
-        if _is_constant(written):
-            raise ModelError(
-                "the forward changes a tensor in place that is no input, parameter or buffer; make it a buffer"
-            )
-        if isinstance(written, FunctionalTensor):
-            if written in self.windows:
-                raise ModelError(
-                    "the forward writes into windows of a tensor (unfold), which a plan cannot contain"
-                )
-            if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
-                return _draw(func, written, args[1:])
-            if written.device.type == "cpu":
-                _restore_strides(written)
-        result = func(*args, **(kwargs or {}))
-        if _makes_new_memory(func):
-            result = pytree.tree_map_only(torch.Tensor, _writable, result)
-        if _leaves_out(func, args) or (args and _is_view(func) and args[0] in self.windows):
-            for view in pytree.tree_leaves(result):
-                self.windows[view] = True
-        return result
-
-
-def _is_constant(tensor: Any) -> bool:
-    """Return whether a tracer records a tensor as a constant, as it does with a tensor in a plain attribute of a
-    module."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
-        return False
-    return get_dispatch_mode(TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def _writable(made: torch.Tensor) -> torch.Tensor:
-    """Return an op's result in a form that the forward may write to: a tracer refuses writes into constants."""
-    return FunctionalTensor.to_functional(made) if _is_constant(made) else made
-
-
-def _makes_new_memory(func: Any) -> bool:
-    """Return whether an op's schema says that no result shares memory with an argument."""
-    return isinstance(func, OpOverload) and not any(r.alias_info for r in func._schema.returns)
-
-
-def _is_view(func: Any) -> bool:
-    """Return whether an op returns a view of its first argument, or a list of views."""
-    return isinstance(func, OpOverload) and func.is_view and len(func._schema.returns) == 1
-
-
-def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a call is an ``unfold`` whose windows overlap or leave elements out."""
-    if func is not ATEN.unfold.default:
-        return False
-    x, dim, size, step = args
-    # A tracer takes what is written into the windows for the content of the whole tensor.
-    return bool(size != step or x.dim() == 0 or x.shape[dim] % size)
-
-
-def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
-    """Overwrite a traced tensor with random numbers, in its present strides, by the in-place op ``func``, and return
-    it."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    numbers = [a for a in args if not isinstance(a, torch.Tensor)]
-    name = f"{func._opname}.{func._overloadname}"
-    drawn = torch.ops.rematplan.drawn.default(written, name, numbers, tensors)
-    functionalize_replace(written.elem, from_functional_tensor(drawn.elem))
-    functionalize_commit_update(written.elem)
-    functionalize_sync(written.elem)
-    return written
-
-
-def _restore_strides(written: FunctionalTensor) -> None:
-    """Give a tensor that is about to be changed in place eager mode's strides, if the last bits may depend on them."""
-    functionalize_sync(written.elem)
-    now = from_functional_tensor(written.elem)
-    # The tracer may have replaced the content by a new tensor of other strides.
-    if now.stride() != written.stride() and not _in_whole_runs(written):
-        laid = torch.ops.rematplan.laid.default(written, written.stride())
-        functionalize_replace(written.elem, from_functional_tensor(laid.elem))
-
-
-def _writes_first(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func._schema.is_mutable and func._opname.endswith("_")
-
-
-def _in_whole_runs(tensor: torch.Tensor) -> bool:
-    """Return whether elementwise kernels have the same results for a tensor and a dense copy of it."""
-    # Kernels process the rest of a row after whole runs by other code, and a large tensor by several threads.
-    run = tensor.shape[-1] if tensor.ndim and tensor.stride(-1) == 1 else 1
-    return run % RUN == 0 and tensor.numel() < GRAIN

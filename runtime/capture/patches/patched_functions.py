@@ -215,7 +215,7 @@ PATCHES = (
     Patch(
         ("dispatch modes",),
         "tensors changed in place would have other strides than in eager mode",
-        f"{_ROOM}.capture.patches.fake_layouts",
+        f"{_ROOM}.capture.patches.in_place_layouts",
         threads=_LOCAL,
     ),
     Patch(
