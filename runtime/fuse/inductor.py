@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isqrt, prod
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -31,6 +32,9 @@ SETTINGS = {
 """Settings of Inductor under which a kernel returns the strides of the captured step, and the same bits in every
 process. Versions that lack one do not need it."""
 
+ROWS = 1024
+"""More rows than this are added in two stages."""
+
 
 def begin(
     ops: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
@@ -45,7 +49,7 @@ def begin(
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one
         fakes = [_like(t) for t in inputs]
-        graph = make_fx(ops, decomposition_table=compat.select_decomp_table())(*fakes)
+        graph = make_fx(ops, decomposition_table={**compat.select_decomp_table(), **IN_STAGES})(*fakes)
     output = graph.graph.find_nodes(op="output")[0]
     results = [node.meta["val"] for node in output.args[0]]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
@@ -85,6 +89,25 @@ def _without_waiting() -> Iterator[list[Callable[[], None]]]:
         yield waits
     finally:
         compat.AsyncCompile.wait = before  # type: ignore[method-assign]
+
+
+def _sum_in_stages(
+    x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Add many rows in two stages. A kernel for a CPU adds row after row, which rounds more than eager mode does."""
+    kind = dtype or x.dtype
+    if x.device.type != "cpu" or not kind.is_floating_point or x.numel() <= ROWS:
+        return NotImplemented
+    first, *others = sorted(d % x.dim() for d in dims or range(x.dim()))
+    rows = prod(x.shape[d] for d in (first, *others))
+    parts = max(n for n in range(1, isqrt(rows) + 1) if x.shape[first] % n == 0)
+    if rows <= ROWS or parts == 1 or (first, *others)[-1] == x.dim() - 1:
+        return NotImplemented
+    split = x.to(torch.promote_types(kind, torch.float32)).unflatten(first, (parts, -1))
+    return split.sum([first + 1, *(d + 1 for d in others)], keepdim).sum(first).to(kind)
+
+
+IN_STAGES = {torch.ops.aten.sum.dim_IntList: _sum_in_stages}
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:

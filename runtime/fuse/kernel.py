@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class RegionOps:
         self.region = region
         self.inputs = [step.values[v].fake for v in region.inputs]
         self.outputs = [step.values[v].fake for v in region.outputs]
+        made = (r for call in region.calls for r in call.made)
+        self.types = {v: step.values[v].fake.dtype for v in (*region.inputs, *made)}
 
     @property
     def key(self) -> str:
@@ -51,7 +53,7 @@ class RegionOps:
         texts = [f"{torch.get_num_threads()} threads", *map(_layout, self.inputs)]
         for call in self.region.calls:
             texts.append(
-                f"{call.target} {_untracked(substitute((call.args, dict(call.kwargs)), number.get))}"
+                f"{call.target} {_each(substitute((call.args, dict(call.kwargs)), number.get), _untracked)}"
             )
             number |= {r: f"%{len(texts)}.{at}" for at, r in enumerate(call.results) if r}
         texts += [number[v] for v in self.region.outputs]
@@ -60,11 +62,27 @@ class RegionOps:
 
     def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the ops one after the other, each by its eager kernel."""
-        return self._run(args, lambda arguments: arguments)
+        return self._run(args, lambda call, given: _results(call, given))
 
     def in_float64(self, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the ops in float64, whatever their types."""
-        return self._run([t.double() if t.is_floating_point() else t for t in args], _in_float64)
+        return self._run(
+            [t.double() if t.is_floating_point() else t for t in args],
+            lambda call, given: _results(call, _each(given, _in_float64)),
+        )
+
+    def in_widest(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run each op whose operands have several real types in the widest of them, and give its results the types of
+        the step. Norms of such operands compute so, but what Inductor makes of them would round in between."""
+
+        def widened(call: Call, given: Any) -> Sequence[torch.Tensor]:
+            types = {t for v in call.operands if (t := self.types[v]).is_floating_point}
+            if len(types) > 1:
+                given = _each(given, partial(_as_real, reduce(torch.promote_types, types)))
+            found = _results(call, given)
+            return [t.to(self.types[r]) if r else t for r, t in zip(call.results, found, strict=True)]
+
+        return self._run(args, widened)
 
     def check(self, args: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
         """Check that ``found``, a kernel's results for ``args``, is as near to the results in float64 as the eager ops'
@@ -78,16 +96,17 @@ class RegionOps:
         for name, a, b, c in zip(self.region.outputs, found, eager, exact, strict=True):
             _check_result(name, a, b, c)
 
-    def _run(self, args: Sequence[torch.Tensor], change: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
+    def _run(
+        self, args: Sequence[torch.Tensor], run: Callable[[Call, Any], Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the region's outputs. ``run`` returns the results of a call with given arguments."""
         known = dict(zip(self.region.inputs, args, strict=True))
         del args
         for call, gone in zip(self.region.calls, self._read_last, strict=True):
-            given = substitute((call.args, dict(call.kwargs)), known.__getitem__)
-            positional, named = change(_untracked(given))
-            found = kernel_of(call.target)(*positional, **named)
-            results = zip(call.results, (found,) if call.single else found, strict=True)
-            known |= {r: t for r, t in results if r}
-            del given, positional, named, found
+            given = _each(substitute((call.args, dict(call.kwargs)), known.__getitem__), _untracked)
+            found = run(call, given)
+            known |= {r: t for r, t in zip(call.results, found, strict=True) if r}
+            del given, found
             for value in gone:
                 del known[value]
         return tuple(known[v] for v in self.region.outputs)
@@ -168,7 +187,7 @@ def begin_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> Callable
         Exception: Inductor cannot compile the region.
     """
     with torch.random.fork_rng(devices=[]):
-        end = begin(ops, ops.inputs)
+        end = begin(ops.in_widest, ops.inputs)
 
     def made() -> FusedKernel:
         with torch.random.fork_rng(devices=[]):
@@ -222,9 +241,11 @@ def _check_result(name: str, found: torch.Tensor, eager: torch.Tensor, exact: to
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``."""
-    difference = torch.nan_to_num(found.double() - exact.double())
+    """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``; infinite if a number of
+    only one of them is no number."""
     # What is infinite in float64 too, such as masked scores, must not hide the rest.
+    same = (found == exact) | (found.isnan() & exact.isnan())
+    difference = (found.double() - exact.double()).masked_fill_(same, 0.0).nan_to_num_(torch.inf)
     return float(difference.norm()) / max(float(exact.nan_to_num(0.0, 0.0, 0.0).norm()), 1e-300)
 
 
@@ -232,19 +253,32 @@ def _layout(t: torch.Tensor) -> str:
     return f"{t.dtype}{tuple(map(int, t.shape))}{tuple(map(int, t.stride()))} on {t.device}"
 
 
-def _untracked(value: Any) -> Any:
-    """Return nested arguments with plain integers in place of tracked sizes."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_untracked, value))
-    if isinstance(value, Mapping):
-        return {k: _untracked(v) for k, v in value.items()}
-    return int(value) if isinstance(value, TrackedSize) else value
+def _results(call: Call, given: Any) -> Sequence[torch.Tensor]:
+    """Return the results of a call with these arguments, by its eager kernel."""
+    positional, named = given
+    found = kernel_of(call.target)(*positional, **named)
+    return (found,) if call.single else found
 
 
-def _in_float64(value: Any) -> Any:
-    """Return nested arguments with float64 in place of all other real types."""
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with each leaf changed."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_in_float64, value))
+        return type(value)(_each(one, change) for one in value)
     if isinstance(value, Mapping):
-        return {k: _in_float64(v) for k, v in value.items()}
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+        return {k: _each(one, change) for k, one in value.items()}
+    return change(value)
+
+
+def _untracked(leaf: Any) -> Any:
+    """Return a plain integer in place of a tracked size."""
+    return int(leaf) if isinstance(leaf, TrackedSize) else leaf
+
+
+def _in_float64(leaf: Any) -> Any:
+    """Return float64 in place of any other real type."""
+    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+
+def _as_real(kind: torch.dtype, leaf: Any) -> Any:
+    """Return a tensor of real numbers in the type ``kind``."""
+    return leaf.to(kind) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

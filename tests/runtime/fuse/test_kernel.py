@@ -1,0 +1,100 @@
+"""What is compiled: ops of mixed types under autocast, sums of many rows, and the distance by which kernels are
+checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rematplan.module.captures import capture_call
+from rematplan.runtime.fuse import inductor, kernel
+from rematplan.runtime.fuse.fuse import Kernels, fuse
+
+COMPILES = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="no C++ compiler"
+)
+ATEN = torch.ops.aten
+
+
+class Norms(nn.Module):
+    """Each norm reads what a library call makes in bfloat16 under autocast, and has parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.batch_norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+        self.second, self.group_norm = nn.Conv2d(8, 8, 1), nn.GroupNorm(4, 8)
+        self.third, self.layer_norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.silu(self.batch_norm(self.first(x)))
+        y = functional.silu(self.group_norm(self.second(y)))
+        y = functional.silu(self.layer_norm(self.third(y.flatten(2).mT)))
+        return self.last(y).float().square().sum()
+
+
+@COMPILES
+def test_norms_of_mixed_types_are_fused() -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        step = capture_call(Norms(), (torch.randn(4, 3, 4, 4),), {})[1]
+    found = fuse(step, Kernels())
+    assert not found.failures
+    calls = [call for region in found.kernels for call in region.calls]
+    mixed = {c.target for c in calls if len({step.values[v].fake.dtype for v in c.operands}) > 1}
+    assert mixed >= {
+        ATEN._native_batch_norm_legit_functional.default,
+        ATEN.native_batch_norm_backward.default,
+        ATEN.native_group_norm.default,
+        ATEN.native_group_norm_backward.default,
+        ATEN.native_layer_norm.default,
+        ATEN.native_layer_norm_backward.default,
+    }
+
+
+@COMPILES
+def test_sums_of_many_rows_are_as_exact_as_in_eager_mode() -> None:
+    def sums(x: Tensor, half: Tensor) -> list[Tensor]:
+        y = x * x
+        return [
+            y.flatten(0, 1).sum(0),
+            y.sum((0, 1)),
+            y.sum((1, 0), keepdim=True),
+            half.sum((0, 1)),
+            half.sum((0, 1), dtype=torch.float32),
+            (y > 0.5).sum((0, 1)),
+        ]
+
+    x = torch.rand(64, 256, 4, generator=torch.Generator().manual_seed(0))
+    given = [x, x.bfloat16()]
+    got, expected = inductor.begin(sums, given)()([*given]), sums(*given)
+    exact = sums(*(t.double() for t in given))
+    exact[4] = exact[3]  # which is in float64, too
+    for a, b, c in zip(got, expected, exact, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        rounding = torch.finfo(torch.float32).eps
+        own, theirs = (kernel._distance(t, c.double()) for t in (a, b))
+        assert own <= 4 * max(rounding, theirs)
+
+
+@pytest.mark.parametrize(
+    ("found", "exact", "distance"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([3.0, 8.0], [3.0, 4.0], 0.8),
+        ([-torch.inf, 2.0], [-torch.inf, 2.0], 0.0),
+        ([torch.nan, 2.0], [torch.nan, 2.0], 0.0),
+        ([torch.nan, 2.0], [1.0, 2.0], torch.inf),
+        ([1.0, 2.0], [torch.nan, 2.0], torch.inf),
+        ([torch.inf, 2.0], [1.0, 2.0], torch.inf),
+        ([torch.inf, 2.0], [-torch.inf, 2.0], torch.inf),
+    ],
+)
+def test_a_number_of_only_one_is_infinitely_far(
+    found: list[float], exact: list[float], distance: float
+) -> None:
+    assert kernel._distance(torch.tensor(found), torch.tensor(exact, dtype=torch.float64)) == distance
