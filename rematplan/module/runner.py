@@ -430,9 +430,9 @@ class Runner:
     def _warn_of_arrived(self, arrived: frozenset[str]) -> None:
         if arrived:
             warn(
-                f"{self.name}: a gradient arrived for output {', '.join(sorted(arrived, key=int))}, from which its "
-                f"loss is computed, and the plan did not expect that: this backward runs the forward again and may "
-                f"exceed the budget; later plans expect the gradient"
+                f"{self.name}: a gradient arrived for output {', '.join(sorted(arrived, key=int))}, and the plan did "
+                f"not expect that: this backward runs the forward again and may exceed the budget; later plans expect "
+                f"the gradient"
             )
 
     def _new(self, key: Hashable, tracing: Tracing) -> CacheEntry:

@@ -12,7 +12,6 @@ from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.step_problems import RESERVED
-from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.in_place import Operands, overwritable_operands, reused_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -135,6 +134,6 @@ def _leaving(step: CapturedStep, graph: TrainingGraph) -> tuple[str, ...]:
 
 def _copies(step: CapturedStep, graph: TrainingGraph) -> dict[str, int]:
     """Return, by op that the backward may run again, the bytes of old contents of overwritten buffers that it needs."""
-    renewed = renewed_buffers(step)
-    old = {op.name: renewed.intersection(op.reads) for op in graph.ops}
+    renewed = step.renewed
+    old = {op.name: renewed & set(op.reads) for op in graph.ops}
     return {name: sum(graph.size[t] for t in read) for name, read in old.items() if read}

@@ -1,8 +1,8 @@
 """Remove tangents that a training loop never supplies: those of outputs from which another output, the loss, is
-computed.
+computed, and of weights that a forward computes and leaves in attributes.
 
 A Hugging Face model returns ``(loss, logits)``, but the loop calls backward on the loss only. A tangent for the
-logits would cost memory and ops.
+logits would cost memory and ops. So would one for each weight that `torch.nn.utils.prune` multiplies by a mask.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ZEROS = torch.ops.aten.zeros.default
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
     """Return the step without tangents of outputs of several elements from which a scalar output, the loss, is
-    computed.
+    computed, or that are weights in attributes.
 
     It computes the bits of a step where they are missing. One stays if a gradient, strides or a draw would change,
     or it is in ``arrived``.
     """
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
-    candidates = sorted((t for t in made_of - arrived if shape[t] > 1), key=int)
+    candidates = sorted((t for t in (made_of | _weights(step)) - arrived if shape[t] > 1), key=int)
     step = replace(step, arrived=made_of & arrived)
     found = _without(step, frozenset(candidates))
     if found is not None:
@@ -50,6 +50,17 @@ def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) 
         if less is not None:
             left_out, found = left_out | {target}, less
     return found
+
+
+def _weights(step: CapturedStep) -> frozenset[str]:
+    """Return the positions of outputs in attributes of modules that depend on nothing in the batch."""
+    of_batch = {i.value for i in step.inputs if i.kind == "batch"}
+    for call in step.calls if step.attributes else ():
+        if not of_batch.isdisjoint(call.operands):
+            of_batch.update(call.made)
+    tangents = {i.target for i in step.inputs if i.kind == "tangent"}
+    outputs = (o for o in step.outputs if o.kind == "output" and o.value not in of_batch)
+    return step.attributes & tangents & {o.target for o in outputs}
 
 
 def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:

@@ -11,7 +11,6 @@ import torch
 
 from rematplan.ir import ProblemError
 from rematplan.planner.core.schedule import Free, Run, Schedule
-from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.execute.in_place import overwriting_calls
 from rematplan.runtime.execute.layout_check import LayoutCheck
@@ -131,7 +130,7 @@ class Writer(Emitter):
         """
         if self.step.left_out:
             return
-        late = read_from(self.step, self.schedule, boundary) & renewed_buffers(self.step)
+        late = read_from(self.step, self.schedule, boundary) & self.step.renewed
         for i in self.step.inputs:
             storage = self.step.values[i.value].storage
             if storage in late:

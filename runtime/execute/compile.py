@@ -14,7 +14,6 @@ from torch import nn
 from rematplan.ir import ProblemError
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule, runs_of
-from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.execute.codegen import Note, Writer, read_from
 from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import unused_by
@@ -103,7 +102,7 @@ def compile_halves(
         writer = Writer(step, schedule, for_any_sizes, unused, overwrite, note)
     source = writer.write_halves(segments)
     scope = _defined(step, source, writer.scope)
-    renewed = renewed_buffers(step)
+    renewed = step.renewed
     storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
     read = [read_from(step, schedule, s.start) - renewed for s in segments]
     late = tuple(at for at, storage in enumerate(storages) if storage in read[0])

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.generator_states import load_rng, save_rng
 
@@ -42,7 +41,7 @@ class Rerun:
     def before_forward(cls, step: CapturedStep, inputs: Sequence[torch.Tensor]) -> Rerun:
         """Save the inputs and random states of a forward that is about to run. ``inputs``: without tangents, in the
         step's order."""
-        renewed = renewed_buffers(step)
+        renewed = step.renewed
         storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, storages, strict=True)]
         return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})

@@ -219,6 +219,16 @@ class CapturedStep:
         return dict.fromkeys(self.values[o.value].storage for o in ends).keys()
 
     @cached_property
+    def renewed(self) -> Set[str]:
+        """The storages of the buffers, and frozen parameters, for which the step computes new content.
+
+        The caller copies it into them after the forward. A backward that reads them gets copies of the old content.
+        """
+        new = {o.target for o in self.outputs if o.kind == "buffer"}
+        ends = (i for i in self.inputs if i.kind in ("buffer", "parameter") and i.target in new)
+        return dict.fromkeys(self.values[i.value].storage for i in ends).keys()
+
+    @cached_property
     def makers(self) -> Mapping[str, Call]:
         """By the name of a value, the call that makes it; inputs are left out."""
         return {name: call for call in self.calls for name in call.made}

@@ -14,7 +14,6 @@ import torch
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.capture.output_storages import is_whole
-from rematplan.runtime.execute.buffers_once import renewed_buffers
 from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
@@ -149,7 +148,7 @@ def with_dataflow_boundary(
         waits = not back.isdisjoint(op.reads) or op.name in marked
         return replace(op, reads=tuple(dict.fromkeys((*op.reads, LOSS)))) if waits else op
 
-    renewed = renewed_buffers(step)
+    renewed = step.renewed
     # New content overwrites a buffer at `SEND`, so its readers run once, as calls that take a message do.
     once = [op.name for op in graph.ops if not renewed.isdisjoint(op.reads)]
     once += [call.name for call in step.calls if isinstance(call.target, Handed)]

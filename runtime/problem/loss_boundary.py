@@ -4,7 +4,7 @@ their gradients."""
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
@@ -63,11 +63,13 @@ def with_loss_boundary(
         )
 
     outputs = step.returned("output")
-    # The caller keeps outputs, so they are computed once and no inverse recomputes them. Ops that make new
-    # buffers may run again from copies of the old ones, one more input.
+    # The caller keeps outputs, so they are computed once and no inverse recomputes them. It has copied new buffers
+    # when the loss begins.
     made = [graph.ops[graph.producer[t]].name for t in outputs if t in graph.producer]
-    old = sum(step.storage_bytes[s] for s in early if s not in outputs)
-    old_buffers = {OLD_BUFFERS: old} if old else {}
+    renewing = _renewing(step, graph)
+    old_buffers, once = _old_buffers(step, graph, late, renewing)
+    # Those that an op makes with other results, as batch norm does, are small and may be made again.
+    copied = {t for name in renewing for t in graph.op[name].writes}
     kept = {storage: size for storage, size in copies.kept.items() if storage not in tangents}
     ops = (
         *(op for op in graph.ops if op.name not in backward),
@@ -85,13 +87,46 @@ def with_loss_boundary(
             *(Tensor(name, size) for name, size in old_buffers.items()),
         ),
         inputs=(*graph.inputs, *old_buffers),
-        outputs=(*graph.outputs, LOSS_VALUE, *([LOSS] if tangents & set(graph.outputs) else [])),
+        outputs=(
+            *(t for t in graph.outputs if t not in copied),
+            LOSS_VALUE,
+            *([LOSS] if tangents & set(graph.outputs) else []),
+        ),
         fixed_split={**graph.fixed_split, **old_buffers},
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
         inverses=tuple(i for i in graph.inverses if outputs.isdisjoint(i.writes)),
-        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, LOSS))),
+        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, *renewing, *once, LOSS))),
     )
+
+
+def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
+    """Return the ops whose results are new buffers or are read by such ops alone, last first."""
+    new, found = step.returned("buffer"), dict[str, None]()
+    kept = set(graph.outputs) - new
+    for op in reversed(graph.ops):
+        read = {name for t in op.writes if t not in new for name in graph.readers.get(t, [""])}
+        if read <= found.keys() and kept.isdisjoint(op.writes):
+            found[op.name] = None
+    return found
+
+
+def _old_buffers(
+    step: CapturedStep, graph: TrainingGraph, late: Set[str], renewing: Collection[str]
+) -> tuple[dict[str, int], list[str]]:
+    """Return the bytes of copies of old buffers, from which ops may run again, and the ops that run once because
+    what else they make is no larger than such a copy."""
+    once, copied = list[str](), 0
+    for t in step.renewed:
+        readers = graph.readers.get(t, ())
+        again = [name for name in readers if name not in renewing]
+        made = sum(graph.size[r] for name in again for r in graph.op[name].writes)
+        # A forward that may run again as a whole has copies of all.
+        if step.left_out or made > graph.size[t] or not late.isdisjoint(again):
+            copied += graph.size[t]
+        else:
+            once += readers
+    return ({OLD_BUFFERS: copied} if copied else {}), once
 
 
 def _needed_later(graph: TrainingGraph, early: Collection[str]) -> set[str]:

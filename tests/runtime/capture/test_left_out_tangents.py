@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -273,6 +274,30 @@ def test_room_is_left_for_a_loss_on_outputs_whose_gradients_came() -> None:
     assert aside() > before
     resident = x.nbytes + sum(t.nbytes for t in (*planned.parameters(), *planned.buffers()))
     assert resident + peak_above_entry(loop, CPU)[0] <= planned.plan.peak
+
+
+def test_weights_that_a_forward_computes_have_no_tangent_and_may_be_penalised_all_the_same() -> None:
+    """Pruned ones, which are attributes of their layers."""
+    results = []
+    for use in (lambda m: m.requires_grad_(), lambda m: rematplan.apply(m, "100%", costs="roofline")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        for layer in (model[0], model[2]):
+            prune.l1_unstructured(layer, "weight", 0.5)
+        use(model)
+        found = []
+        with said() as messages:
+            for penalty in (False, True, True):
+                model.zero_grad()
+                loss = model(x_()).square().mean()
+                (loss + model[0].weight.abs().sum() if penalty else loss).backward()
+                found += left(model)
+                runner = getattr(model, "_rematplan", None)
+                expected = {"1", "2"} if not penalty else {"2"}
+                assert runner is None or runner.runners[0].last.captured.left_out == expected
+        results.append(found)
+    assert all(map(torch.equal, *results))
+    assert len(messages) == 1
 
 
 def language_model(
