@@ -16,6 +16,7 @@ from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies
+from rematplan.runtime.capture.plain_copies import with_plain_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
     CapturedStep,
@@ -63,9 +64,9 @@ def read_joint_graph(
 
 def finished(step: CapturedStep) -> CapturedStep:
     """Complete a step that was read from a graph, and return it."""
-    # Outputs get storages, cross entropies are in place, partly read buffers count once, calls get phases,
-    # and dead ones go.
-    step = with_losses_in_place(with_own_outputs(with_new_buffers(without_copies(step))))
+    # Outputs get storages, cross entropies are in place, partly read buffers count once, needless copies go,
+    # calls get phases, and dead ones go.
+    step = with_losses_in_place(with_own_outputs(with_new_buffers(with_plain_copies(without_copies(step)))))
     return without_dead_calls(with_phases(step))
 
 
