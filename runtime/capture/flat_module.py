@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.distributions import open_distributions
 from rematplan.runtime.capture.functional_call import slots
 from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
 from rematplan.runtime.capture.restore_state import SameObjects
@@ -161,6 +162,7 @@ class FlatModel(nn.Module):
         renewed = tensors_of.changes()
         changes = [*self._state.changes(), *renewed]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
+        open_distributions((results, [value for _, value in changes]))
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])
