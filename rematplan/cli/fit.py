@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from rematplan.cli.arguments import dimension, dimensions
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import ROOFLINE, TIMM, check_costs, check_reachable
@@ -131,7 +129,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         model = sized_model(args.model, args.vary, sizes, asked, args.loss)
         found = answer(model, asked, True, progress)
     out.show(
-        Text(verdict(found, asked.max_overhead), no_wrap=True, overflow="ignore"),
+        verdict(found, asked.max_overhead),
         *found.notes,
         *(_about(lengths, counted, found) if lengths else ()),
         split_table(found),

@@ -89,8 +89,8 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
         return without_data(make, lambda: [_like(t, inputs[0].shape[:1], batch) for t in inputs])
 
     size = dims.get(vary)
-    if size is None and vary in parameters and parameters[vary].default is not inspect.Parameter.empty:
-        size = int(parameters[vary].default)
+    if size is None and vary in parameters and isinstance(parameters[vary].default, int):
+        size = parameters[vary].default
     if size is None and vary in parameters:
         raise UsageError(f"{name}: state the size of {vary}, such as --dim {vary}=8")
     if size is None:

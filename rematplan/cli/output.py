@@ -42,7 +42,7 @@ class Output:
             markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH
         )
         for view in views:
-            console.print(view)
+            console.print(view, soft_wrap=isinstance(view, str))  # a line of text stays one line
 
     def data(self, document: dict[str, Any]) -> None:
         """Print the JSON document of a command, if ``json`` is set. Infinities and NaN are printed as null."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +46,7 @@ def read_lengths(path: Path) -> Lengths:
         words = line.replace(",", " ").split()
         if not words:
             continue
-        if (
-            len(words) > 2
-            or not all(word.isascii() and word.isdecimal() for word in words)
-            or not int(words[0])
-        ):
+        if len(words) > 2 or not all(re.fullmatch("[0-9]{1,9}", word) for word in words) or not int(words[0]):
             raise UsageError(
                 f"{path}, line {number}: {line[:40]!r} is not a length, nor a length and a number of samples"
             )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
 
 CPU = torch.device("cpu")
@@ -43,6 +44,7 @@ def without_data(
     mode = FakeTensorMode()
     with shapes_only():
         module = make()
+    check_traceable(module)
     empty(module, mode, device)
     with mode:
         return module, tuple(x.to(device) for x in inputs()), mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rematplan.runtime.graph.captured_step import (
     Value,
     refs,
     single_call,
+    substitute,
 )
 from rematplan.runtime.graph.compat import disable_current_modes
 
@@ -45,6 +47,35 @@ def without_copies(step: CapturedStep) -> CapturedStep:
                 used.add(source.storage)
         outputs.append(output)
     return replace(step, outputs=tuple(outputs))
+
+
+def without_saved_copies(step: CapturedStep) -> CapturedStep:
+    """Return the step in which the backward reads what autograd copies before an op overwrites it (``SiLU`` in place):
+    in a captured step, ops do not overwrite what others read."""
+    source_of = dict(_saved_copies(step))
+
+    def source(name: str) -> Ref:
+        return Ref(source_of.get(name, name))
+
+    calls = (
+        replace(call, args=substitute(call.args, source), kwargs=substitute(call.kwargs, source))
+        for call in step.calls
+    )
+    return replace(step, calls=tuple(calls)) if source_of else step
+
+
+def _saved_copies(step: CapturedStep) -> Iterator[tuple[str, str]]:
+    """Yield the copies in a forward that its backward alone reads, and their sources: they belong to the node of an op
+    that reads the source, too."""
+    kept = step.given() | step.returned()
+    for call in step.calls:
+        if call.target is CLONE and call.backward and call.sequence is not None:
+            (copy,) = (step.values[name] for name in call.made)
+            source = step.values[next(refs(call.args)).value]
+            nodes = {r.sequence for r in step.readers[source.name] if not r.backward}
+            alike = is_whole(source) and source.fake.stride() == copy.fake.stride()
+            if call.sequence in nodes and alike and not kept & {copy.storage, source.storage}:
+                yield copy.name, source.name
 
 
 def is_whole(value: Value) -> bool:

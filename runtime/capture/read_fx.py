@@ -15,7 +15,7 @@ from rematplan.runtime.capture.buffer_slices import with_new_buffers
 from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
-from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies
+from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies, without_saved_copies
 from rematplan.runtime.capture.plain_copies import with_plain_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
@@ -67,7 +67,7 @@ def finished(step: CapturedStep) -> CapturedStep:
     # Outputs get storages, cross entropies are in place, partly read buffers count once, needless copies go,
     # calls get phases, and dead ones go.
     step = with_losses_in_place(with_own_outputs(with_new_buffers(with_plain_copies(without_copies(step)))))
-    return without_dead_calls(with_phases(step))
+    return without_dead_calls(without_saved_copies(with_phases(step)))
 
 
 def read_flat_joint_graph(

@@ -111,8 +111,8 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
         if outputs.is_floating_point():
             yield outputs
     elif isinstance(outputs, Mapping):
-        for value in outputs.values():
-            yield from _reals(value)
+        for name in sorted(outputs, key=lambda name: name != "loss"):
+            yield from _reals(outputs[name])
     elif isinstance(outputs, (tuple, list)):
         for value in outputs:
             yield from _reals(value)

@@ -4,8 +4,10 @@ and all that a node of its graph touches until the node ends."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -18,8 +20,23 @@ from rematplan.runtime.problem.random_states import without_random_states
 
 COPIES = (RNG_STATES, OLD_BUFFERS)
 """The tensors of a problem from which ops run again: states of random generators, and buffers before the step."""
-ADD = torch.ops.aten.add.Tensor
-DROPOUT = torch.ops.aten.native_dropout.default
+ATEN = torch.ops.aten
+ADD = ATEN.add.Tensor
+DROPOUT = ATEN.native_dropout.default
+ONLY_SHAPES: Mapping[Any, tuple[int, ...]] = {
+    ATEN.gather.default: (0,),
+    ATEN.take.default: (0,),
+    ATEN.index_add.default: (3,),
+    ATEN.index_copy.default: (3,),
+    ATEN.scatter_reduce.two: (0, 3),
+    ATEN.cummax.default: (0,),
+    ATEN.linalg_solve_ex.default: (0,),
+    ATEN._linalg_solve_ex.default: (0,),
+    ATEN._linalg_slogdet.default: (0,),
+    ATEN._fft_r2c.default: (0,),
+    ATEN.pow.Scalar: (1,),
+}
+"""By op, the arguments that autograd saves although its formula reads no more than their shapes."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,8 @@ class PlainAutograd:
     element."""
     nodes: tuple[tuple[str, ...], ...] = ()
     """For each node of the backward that calls several ops, their names."""
+    saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For ops of the backward, the storages that their nodes have saved without reading them (`ONLY_SHAPES`)."""
     sums: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """For each sum of two gradients, by the op's name: the storage of the older one, and that of the result."""
 
@@ -48,11 +67,12 @@ class PlainAutograd:
             if result and mask
         }
         nodes = [tuple(calls) for _, calls in groupby(_in_backward(step), key=lambda call: call.sequence)]
-        sums: dict[str, tuple[str, str]] = {}
-        for node in nodes:
-            sums.update(_sums(step, node))
+        made = {step.values[name].storage for call in step.calls if call.backward for name in call.made}
+        sums = dict(one for node in nodes for one in _sums(step, node, made))
         whole = tuple(tuple(call.name for call in node if call.name not in sums) for node in nodes)
-        return cls(losses, masks, tuple(names for names in whole if len(names) > 1), sums)
+        unread = {c.sequence: _only_shapes(step, c) for c in step.calls if c.target in ONLY_SHAPES}
+        saved = {node[0].name: unread[node[0].sequence] for node in nodes if node[0].sequence in unread}
+        return cls(losses, masks, tuple(names for names in whole if len(names) > 1), saved, sums)
 
     def losses_apart(self, graph: TrainingGraph) -> TrainingGraph:
         """Return a problem in which each backward of a cross entropy needs a second tensor of its result's size."""
@@ -79,11 +99,13 @@ class PlainAutograd:
     def _whole_nodes(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the problem in which the last op of a node reads all that the node touches: autograd frees neither the
         saved tensors nor the temporaries of a formula before the node ends."""
-        more: dict[str, dict[str, None]] = {}
+        more = {name: dict.fromkeys(storages) for name, storages in self.saved.items()}
         for node in self.nodes:
             ops = [graph.op[name] for name in node if name in graph.op]
             if len(ops) > 1:
-                touched = dict.fromkeys(t for op in ops for t in (*op.reads, *op.writes))
+                touched = dict.fromkeys(
+                    t for op in ops for t in (*self.saved.get(op.name, ()), *op.reads, *op.writes)
+                )
                 more[ops[-1].name] = {t: None for t in touched if t not in ops[-1].writes}
         whole = tuple(
             replace(op, reads=tuple({**dict.fromkeys(op.reads), **more.get(op.name, {})})) for op in graph.ops
@@ -117,14 +139,23 @@ class PlainAutograd:
         return replace(graph, tensors=tensors, ops=ops, outputs=outputs)
 
 
+def _only_shapes(step: CapturedStep, call: Call) -> tuple[str, ...]:
+    saved = (call.args[at] for at in ONLY_SHAPES[call.target])
+    return tuple(step.values[ref.value].storage for ref in saved if isinstance(ref, Ref))
+
+
 def _in_backward(step: CapturedStep) -> list[Call]:
     return [call for call in step.calls if call.backward and call.sequence is not None and not call.is_view]
 
 
-def _sums(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
+def _sums(
+    step: CapturedStep, node: Sequence[Call], made: AbstractSet[str]
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the calls that add the gradient of a node to that of other readers of the same tensor. They follow the
-    formula of the node, and their first argument is an older gradient."""
-    made = {step.values[name].storage for call in step.calls if call.backward for name in call.made}
+    formula of the node, and their first argument is an older gradient.
+
+    ``made``: the storages that the backward makes.
+    """
     own = {step.values[name].storage for call in node for name in call.made}
     for call in reversed(node):
         older = call.args[0] if call.target is ADD and not call.kwargs else None

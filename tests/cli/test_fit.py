@@ -14,6 +14,7 @@ from torch import nn
 
 import rematplan
 from rematplan.cli import main
+from rematplan.cli.output import Output
 from rematplan.fitting.fit import answer
 from rematplan.fitting.lengths import read_lengths
 from rematplan.fitting.question import SizedModel, question, training
@@ -175,12 +176,18 @@ def test_the_command_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) ->
     assert main([*chain, "--memory", "80MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fits: chain, batch 4, in 80.00 MiB: ")
+    assert lines[0].endswith(" to spare, without a plan")
     assert lines[-1].startswith("largest batch: ")
     assert lines[-1].endswith("on proven impossible")
     assert main([*chain, "--memory", "64MiB", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     assert found["verdict"].startswith("does not fit: chain")
+
+
+def test_a_line_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().show("word " * 60)
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_the_number_of_layers_is_a_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +221,18 @@ class Pair(torch.nn.Linear):
         return super().forward(x).view(2, 4)
 def pair():
     return Pair(4, 4), torch.randn(2, 4)
+def lazy():
+    return torch.nn.LazyLinear(4), torch.randn(2, 4)
+def compiled():
+    return torch.compile(torch.nn.Linear(4, 4)), torch.randn(2, 4)
+def named(batch="many"):
+    return torch.nn.Linear(4, 4), torch.randn(2, 4)
+class Several(torch.nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x)
+        return {"scores": scores, "loss": scores.square().mean()}
+def several():
+    return Several(1000, 1000), torch.randn(1000, 1000)
 """
 
 
@@ -237,6 +256,9 @@ def test_a_function_of_the_user(
         "my_nets:ends": "SystemExit",
         "my_nets:scalar": "the first input is a scalar",
         "my_nets:missing": "write package.module:function",
+        "my_nets:lazy": "call it once before planning",
+        "my_nets:compiled": "is compiled",
+        "my_nets:named": "state the size of batch",
         "fails_to_load:made": "ZeroDivisionError",
         ":made": "is not of the form package.module:function",
         "../my_nets:plain": "write package.module:function",
@@ -246,6 +268,8 @@ def test_a_function_of_the_user(
         assert capsys.readouterr().out == ""
     assert main([*fit, "my_nets:plain", "--vary", "tokens"]) == 2
     assert "has no parameter 'tokens'" in capsys.readouterr().err
+    assert main([*fit, "my_nets:several", "--optimizer", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["here"]["without"] > 25_000_000  # a cross entropy needs 20
     assert main([*fit, "my_nets:pair"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["largest"] is None
@@ -326,7 +350,15 @@ def test_the_longest_sample_must_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("", "no length"), ("8 8 8", "line 1"), ("8\n-3", "line 2"), ("0", "line 1")]
+    ("text", "words"),
+    [
+        ("", "no length"),
+        ("8 8 8", "line 1"),
+        ("8\n-3", "line 2"),
+        ("0", "line 1"),
+        ("9" * 5000, "line 1"),
+        ("8 ٣", "line 1"),
+    ],
 )
 def test_wrong_files_of_lengths_are_refused(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"

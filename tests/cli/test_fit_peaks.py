@@ -143,6 +143,32 @@ CASES: dict[str, Case] = {
         lambda n: (torch.randn(n, 3, 48, 48),),
         8,
     ),
+    "only shapes": (
+        lambda: Built(
+            lambda parts, x: (
+                torch.gather(parts.a(x), 1, parts.b(x).argsort(1)).square()
+                + torch.cummax(parts.a(x) + 1, 1)[0]
+                + torch.index_add(x, 0, torch.arange(0, len(x), 2), parts.b(x)[::2] * 2).square()
+            ).sum(),
+            a=nn.Linear(256, 256),
+            b=nn.Linear(256, 256),
+        ),
+        lambda n: (torch.randn(n, 256),),
+        256,
+    ),
+    "in place": (
+        lambda: mean_square(
+            nn.Sequential(
+                *(
+                    layer
+                    for _ in range(3)
+                    for layer in (nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True))
+                )
+            )
+        ),
+        lambda n: (torch.randn(n, 8, 32, 32),),
+        8,
+    ),
     "encoder": (
         lambda: mean_square(nn.TransformerEncoderLayer(96, 4, 256, dropout=0.1, batch_first=True)),
         lambda n: (torch.randn(n, 40, 96),),

@@ -143,3 +143,16 @@ def test_the_first_capture_has_the_graph_of_later_ones() -> None:
     sources = {planned_and_plain(Recurrent(8, 8, batch_first=True), X)[0].source for _ in range(2)}
     assert len(sources) == 1
     assert "own_gradient" not in sources.pop()
+
+
+@pytest.mark.parametrize(("budget", "strategy"), [("100%", "store_all"), ("min", "exact_dp")])
+def test_what_autograd_saves_before_an_op_in_place_is_not_copied(budget: str, strategy: str) -> None:
+    layers = [(nn.Linear(8, 8), nn.SiLU(inplace=True), nn.Linear(8, 8), nn.Hardswish(inplace=True))] * 2
+    model = nn.Sequential(*(copy.deepcopy(layer) for row in layers for layer in row))
+    plain = copy.deepcopy(model)
+    ours = rematplan.plan_module(model, (X,), budget=budget, strategy=strategy)
+    assert "clone" not in ours.source
+    for one in (ours, plain):
+        one(X).sum().backward()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
