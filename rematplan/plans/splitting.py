@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
+from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
@@ -18,6 +19,7 @@ from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
 from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.split.axis_rules import rule_of
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
 from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
@@ -29,6 +31,8 @@ TRIAL = 0.05
 """The share of the time limit for the trial of one choice of splits."""
 TRIAL_PER_OP = 0.01
 """The seconds for each op that a search for the smallest peak with one choice may take at most."""
+MOVES_PER_OP = 200
+"""The moves for each op of such a search."""
 LARGE = 0.1
 """Regions of one kind that save less than this share of what all save are not split together with others."""
 NOISE = 1.2
@@ -200,8 +204,13 @@ class _Trial:
     def smallest_peak(self, choice: SplitChoice) -> int:
         """Return the smallest peak found with these splits, in bytes."""
         auto, graph = self._auto, self.problem(choice)
-        effort = Effort(min(auto.time_limit, TRIAL_PER_OP * len(graph.ops)), auto.counted)
-        return search_smallest_peak(graph, effort, keep_order=auto.keep_order, seed=auto.seed)[0].peak
+        seconds = min(auto.time_limit, TRIAL_PER_OP * len(graph.ops))
+        effort = Effort(seconds, auto.counted or MOVES_PER_OP * len(graph.ops))
+        # Block plans alone to start from: the search back in time would take most of a trial.
+        blocks = leanest_plans(graph, effort)
+        return find_smallest_peak(
+            graph, effort, keep_order=auto.keep_order, seed=auto.seed, blocks=blocks
+        ).peak
 
     @property
     def _auto(self) -> Auto:
@@ -213,9 +222,11 @@ class _Trial:
 def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | None:
     """Return the smallest peak, in bytes, of a short search with split regions; None if the op that binds it cannot
     be split."""
-    regions = find_regions(step)
     trial = _Trial(problems, step, parse_budget("least"))
     bound = min_peak_bound(trial.problem({})).op
+    if bound not in step.call or rule_of(step, step.call[bound]) is None:
+        return None  # to find regions takes longer
+    regions = find_regions(step)
     if not any(bound in region.calls for region in regions):
         return None
     *_, least = _splits_of_what_binds(trial, kinds_of(step, splittable(step, regions)))

@@ -54,7 +54,7 @@ class Value:
     """A fake tensor with its shape, strides, type and device."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One ATen call of a captured step."""
 
@@ -93,12 +93,12 @@ class Call:
     The addition of the call's gradient to those of other readers has it, too. Numbers of two captures differ.
     """
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """The names of the tensors among its arguments, in order; a tensor that occurs twice is there twice."""
         return tuple(ref.value for ref in refs((self.args, self.kwargs)))
 
-    @property
+    @cached_property
     def made(self) -> tuple[str, ...]:
         """The names of the tensors among its results, in order."""
         return tuple(name for name in self.results if name)

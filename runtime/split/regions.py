@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import ChainMap, deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,11 +65,15 @@ class StepUse:
         self.maker, self.readers = step.makers, step.readers
         self.allocator = {s: c for c in step.calls for s in step.writes(c)}
         self.position = {c.name: at for at, c in enumerate(step.calls)}
-        self.written = {c.name: step.writes(c) for c in step.calls}
         self.touched: dict[str, tuple[str, ...]] = {}  # values that a call reads and makes
         for call in step.calls:
             self.touched[call.name] = (*dict.fromkeys(call.operands), *call.made)
         self.outputs = step.returned()
+        self.touching: dict[str, list[tuple[str, str]]] = {}
+        """By storage, each value in it with the name of a call that reads or makes it."""
+        for name, values in self.touched.items():
+            for value in values:
+                self.touching.setdefault(step.values[value].storage, []).append((value, name))
 
     def bytes(self, value: str) -> int:
         """Return the bytes of a value's storage."""
@@ -125,7 +129,7 @@ class _Growth:
         self.use, self.step, self.taken = use, use.step, taken
         shape = self.step.values[seed].fake.shape
         self.indices = math.prod(int(n) for n in shape[axis.first : axis.last + 1])
-        self.states: dict[str, State] = {seed: axis}
+        self.states: MutableMapping[str, State] = {seed: axis}
         self.calls: set[str] = set()
         self.least = FOLLOWED * use.bytes(seed)
         self._grow([seed])
@@ -208,22 +212,25 @@ class _Growth:
 
     def _settle(self) -> None:
         """Add and remove calls at the region's border as long as fewer bytes cross it."""
-        crossing = self._crossing(self.calls)
         while True:
             best = None
             for name in self._border():
                 call = self.step.call[name]
-                states = {} if name in self.calls else self._with_views(call)
-                if states is None or len(self.calls) > MOST_CALLS:
+                new = {} if name in self.calls else self._with_views(call)
+                if new is None or len(self.calls) > MOST_CALLS:
                     continue
-                before, self.states = self.states, {**self.states, **states}
-                after = self._crossing(self.calls ^ {name})
-                if after < crossing and (best is None or after < best[0]):
-                    best = after, name, self.states
-                self.states = before
+                # Whether other storages cross does not change.
+                values = self.step.values
+                near = {values[v].storage for v in (*self.use.touched[name], *new)}
+                less = self._crossing(near, self.calls, self.states) - self._crossing(
+                    near, self.calls ^ {name}, ChainMap(new, self.states)
+                )
+                if less > 0 and (best is None or less > best[0]):
+                    best = less, name, new
             if best is None:
                 return
-            crossing, name, self.states = best
+            _, name, new = best
+            self.states = {**self.states, **new}
             self.calls = self.calls ^ {name}
 
     def _border(self) -> list[str]:
@@ -241,14 +248,14 @@ class _Growth:
         return sorted(found, key=self.use.position.__getitem__)
 
     def _with_views(self, call: Call) -> dict[str, State] | None:
-        """Return the states of a call's values and of the views between them and the region; None if it does not
+        """Return the new states of a call's values and of the views between them and the region; None if it does not
         fit."""
-        before, kept = self.states, dict(self.states)
-        self.states = kept
+        before, new = self.states, dict[str, State]()
+        self.states = ChainMap(new, before)
         try:
             for value in self.use.touched[call.name]:
                 self._reach(value)
-            return None if (found := self._accepted(call)) is None else {**kept, **found}
+            return None if (found := self._accepted(call)) is None else {**new, **found}
         finally:
             self.states = before
 
@@ -263,25 +270,26 @@ class _Growth:
                 return
             self.states.update(found)
 
-    def _inner(self, calls: set[str]) -> set[str]:
-        """Return the storages that calls make and that only they read, in parts, without outputs of the step."""
-        found = set()
-        for name in calls:
-            for storage in self.use.written[name]:
-                readers = self.use.readers_of_storage.get(storage, ())
-                parts = all(c.name in calls and self._has_axis(v) for v, c in readers)
-                if readers and parts and storage not in self.use.outputs:
-                    found.add(storage)
-        return found
+    def _is_inner(self, storage: str, calls: Set[str], states: Mapping[str, State]) -> bool:
+        """Return whether one of the calls makes a storage, only they read it, in parts, and the step does not return
+        it."""
+        maker, readers = self.use.allocator.get(storage), self.use.readers_of_storage.get(storage)
+        if maker is None or maker.name not in calls or not readers or storage in self.use.outputs:
+            return False
+        return all(c.name in calls and isinstance(states.get(v), AxisSpan) for v, c in readers)
 
-    def _crossing(self, calls: set[str]) -> int:
-        """Return the bytes of the storages that have the axis and cross the border of the region with these calls."""
-        inner, crossing = self._inner(calls), set[str]()
-        for name in calls:
-            crossing.update(self.step.values[v].storage for v in self.use.touched[name] if self._has_axis(v))
-        return sum(self.step.storage_bytes[s] for s in crossing - inner)
+    def _crossing(self, storages: Iterable[str], calls: Set[str], states: Mapping[str, State]) -> int:
+        """Return the bytes of those of the storages that have the axis and cross the border of a region with these
+        calls."""
+        return sum(
+            self.step.storage_bytes[s]
+            for s in storages
+            if any(name in calls and isinstance(states.get(v), AxisSpan) for v, name in self.use.touching[s])
+            and not self._is_inner(s, calls, states)
+        )
 
     @cached_property
     def saved(self) -> int:
         """The bytes of the tensors of which only parts exist after the split."""
-        return sum(self.step.storage_bytes[s] for s in self._inner(self.calls))
+        made = {s for name in self.calls for s in self.step.writes(self.step.call[name])}
+        return sum(self.step.storage_bytes[s] for s in made if self._is_inner(s, self.calls, self.states))

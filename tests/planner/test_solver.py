@@ -51,11 +51,14 @@ def test_a_program_without_solution_has_infinite_cost():
 
 def test_a_time_limit_holds_and_a_bound_is_returned():
     with Solver() as solver:
-        began = time.monotonic()
-        answer = solver.solve(hard(), Effort(1), integer=True, gap=0.0)
-        assert time.monotonic() - began < 5
-        assert not answer.done
-        assert answer.dual > 0
+        for seconds in (1, 4, 16):  # on a busy machine, a second may pass before there is a bound
+            began = time.monotonic()
+            answer = solver.solve(hard(), Effort(seconds), integer=True, gap=0.0)
+            assert time.monotonic() - began < 5 * seconds
+            assert not answer.done
+            if answer.dual > 0:
+                return
+    raise AssertionError("no bound")
 
 
 def test_a_solve_is_ended_from_another_thread():
