@@ -98,16 +98,26 @@ def _sum_in_stages(
     kind = dtype or x.dtype
     if x.device.type != "cpu" or not kind.is_floating_point or x.numel() <= ROWS:
         return NotImplemented
-    first, *others = sorted(d % x.dim() for d in dims or range(x.dim()))
-    rows = prod(x.shape[d] for d in (first, *others))
+    first, *others = reduced = sorted(d % x.dim() for d in dims or range(x.dim()))
+    rows = prod(x.shape[d] for d in reduced)
     parts = max(n for n in range(1, isqrt(rows) + 1) if x.shape[first] % n == 0)
-    if rows <= ROWS or parts == 1 or (first, *others)[-1] == x.dim() - 1:
+    # Neighbouring numbers are added in a vector unit, several at a time.
+    if rows <= ROWS or parts == 1 or any(x.stride(d) == 1 < x.shape[d] for d in reduced):
         return NotImplemented
     split = x.to(torch.promote_types(kind, torch.float32)).unflatten(first, (parts, -1))
     return split.sum([first + 1, *(d + 1 for d in others)], keepdim).sum(first).to(kind)
 
 
-IN_STAGES = {torch.ops.aten.sum.dim_IntList: _sum_in_stages}
+def _mean_in_stages(
+    x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Average many rows by a sum in two stages."""
+    kind = dtype or x.dtype
+    total = _sum_in_stages(x, dims, keepdim, dtype=torch.promote_types(kind, torch.float32))
+    return total if total is NotImplemented else (total / (x.numel() // total.numel())).to(kind)
+
+
+IN_STAGES = {torch.ops.aten.sum.dim_IntList: _sum_in_stages, torch.ops.aten.mean.dim: _mean_in_stages}
 
 
 def _like(t: torch.Tensor) -> torch.Tensor:
