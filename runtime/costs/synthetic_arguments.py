@@ -47,6 +47,12 @@ class SyntheticArguments:
         args = substitute(call.args, value_of)
         if call.target in SPREAD:
             args = self._spread(call, args, *SPREAD[call.target])
+        if call.target is ATEN.index_put.default:
+            args = (
+                args[0],
+                [_true_as_often(mask, args[2].shape[at:]) for at, mask in enumerate(args[1])],
+                *args[2:],
+            )
         return args, dict(substitute(call.kwargs, value_of))
 
     def _spread(self, call: Call, args: tuple[Any, ...], at: int, bound: int) -> tuple[Any, ...]:
@@ -98,6 +104,14 @@ class SyntheticArguments:
         flat[: n - rest].view(-1, len(pool)).copy_(pool)
         flat[n - rest :].copy_(pool[:rest])
         return flat
+
+
+def _true_as_often(mask: torch.Tensor | None, values: torch.Size) -> torch.Tensor | None:
+    """Return a mask that is true for as many elements as ``values`` of this shape has entries; other indices as they
+    are."""
+    if mask is None or mask.dtype != torch.bool or not values:
+        return mask
+    return (torch.arange(mask.numel(), device=mask.device) < values[0]).view(mask.shape)
 
 
 def _is_whole(dtype: torch.dtype) -> bool:

@@ -173,6 +173,21 @@ def test_what_is_known_before_the_step_is_profiled_with_it() -> None:
     assert places.dtype == torch.int64
 
 
+class Marked(nn.Linear):
+    """Picks the rows that the batch marks, as a masked language model does."""
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:
+        return super().forward(x)[marks].tanh()
+
+
+def test_masks_are_profiled_with_as_many_marks_as_they_have() -> None:
+    marks = torch.arange(24).view(4, 6) % 5 == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*cannot be profiled")
+        planned = rematplan.plan_module(Marked(4, 8), (torch.randn(4, 6, 4), marks), budget="100%")
+    assert planned(torch.randn(4, 6, 4), marks).shape == (5, 8)
+
+
 def test_costs_are_measured_while_somebody_profiles(tmp_path: Path) -> None:
     x = torch.randn(4, 3, 9, 9)
     step = capture(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Softmax(1)), (x,), "convolution")
