@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor
+
 
 def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors, except ``results``, that Python code still holds and whose autograd graph has one of
@@ -18,6 +20,7 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
         one
         for one in gc.get_objects()
         if issubclass(type(one), torch.Tensor)
+        and not issubclass(type(one), (FakeTensor, FunctionalTensor))  # garbage of a capture that failed
         and id(one) not in known
         and one.grad_fn is not None
         and _reaches(one.grad_fn, nodes, without)
