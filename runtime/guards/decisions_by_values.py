@@ -110,8 +110,16 @@ class ValueGuardRecorder(TorchDispatchMode):
         return ReadNumber(Leaf(0), (tensor.detach(),), self._tape.outcome)
 
     def guard(self) -> ValueGuard:
-        """Return the guard that checks the decisions of the forward that was traced last."""
-        return replace(self._tape.guard(), assumed=tuple(self.finite.outcomes))
+        """Return the guard that checks the decisions of the forward that was traced last. Nothing can be recorded
+        afterwards."""
+        found = replace(self._tape.guard(), assumed=tuple(self.finite.outcomes))
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Drop the tensors of the trace, which would otherwise live as long as the reference cycles that they are
+        in."""
+        del self._tape, self.states, self.buffers, self.batch
 
 
 class OpTape:

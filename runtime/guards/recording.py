@@ -74,8 +74,12 @@ def recording(
     global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:
         state = PythonState(reads, global_reads)
+        values = ValueGuardRecorder(buffers, batch, assumed)
         try:
-            yield Record(reads, global_reads, ValueGuardRecorder(buffers, batch, assumed), state)
+            yield Record(reads, global_reads, values, state)
+        except BaseException:
+            values.forget()
+            raise
         finally:
             state.restore()
 

@@ -2,7 +2,10 @@
 were found are compared as Python tells them apart."""
 
 import copy
+import gc
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from rematplan.ir import ModelError
+from rematplan.module.captures import capture_call
 from rematplan.runtime import guards
 from rematplan.runtime.guards.attributes import reads_of
 from rematplan.runtime.guards.bulk_comparison import Namespaces, Table, picked
@@ -160,6 +165,40 @@ def test_a_decision_after_writing_leaves_the_inputs_alone() -> None:
         given = [torch.tensor([first, 2.0]), torch.tensor([3.0])]
         assert guard.holds({}, given) == holds
         assert given[0].tolist() == [first, 2.0]
+
+
+class Asking(nn.Module):
+    """Computes with a number of a buffer; if ``failing``, draws as a fixed graph cannot."""
+
+    def __init__(self, failing: bool) -> None:
+        super().__init__()
+        self.linear, self.failing = nn.Linear(4, 4), failing
+        self.register_buffer("many", torch.arange(40000.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.many.sin().sum().item()
+        if self.failing:
+            scale = random.random()
+        return self.linear(x) * scale
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_nothing_of_a_trace_stays_in_memory(failing: bool) -> None:
+    """Not even until Python collects cycles: the first planned step would exceed its budget by it."""
+
+    def alive() -> int:
+        sizes = (5056, 40000)
+        return sum(type(t) is Tensor and t.numel() in sizes for t in gc.get_objects())
+
+    model = Asking(failing)
+    before = alive()
+    gc.disable()
+    try:
+        with suppress(ModelError):
+            capture_call(model, (torch.randn(2, 4),), {})
+        assert alive() == before
+    finally:
+        gc.enable()
 
 
 def test_the_tracers_work_on_graphs_is_not_recorded() -> None:
