@@ -111,3 +111,13 @@ def test_output_of_highs_does_not_disturb_answers():
             assert (read_message(process.stdout) or b"")[CPU_SECONDS.size :] == body
         process.stdin.close()
         assert process.stdout.read() == b""
+
+
+def test_counted_moves_end_before_a_program_that_needs_more():
+    large = hard(size=600)  # 18,000 factors count as 421,200 moves
+    effort, small = Effort(moves=400_000), Effort(moves=10_000)
+    with Solver() as solver:
+        assert solver.solve(large, effort, integer=True, gap=0.0) == Answer()
+        assert effort.over
+        assert solver.solve(cover(), small, integer=True, gap=0.0).done
+        assert small.over
