@@ -95,7 +95,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
     ]
     steps, rounding = _without_rounding(step, step, path, steps, seen)
     faults = [*flags_without_effect(step.model, seen)]
-    notes = _notes_of_noise(noise[0])
+    notes = [*_notes_of_noise(noise[0]), *_notes_of_no_numbers(expected[0])]
     for earlier, found in enumerate(steps):
         if found.names and not (earlier and faults):
             of_step = watched(step, earlier)[0] if earlier else seen
@@ -220,8 +220,20 @@ def _against(
     return next((one for one in found if one.names), found[0]), notes
 
 
+def _notes_of_no_numbers(plain: Results) -> list[str]:
+    names = [n for n, t in plain.tensors.items() if _is_loss_or_gradient(n) and not t.isfinite().all()]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"infinite or no number in a plain run: {names[0]}{more}; faults in these are not seen"]
+
+
+def _is_loss_or_gradient(name: str) -> bool:
+    return name.startswith(("loss", "gradient "))
+
+
 def _loss_and_gradients(found: StepDifferences) -> StepDifferences:
-    return StepDifferences(tuple(d for d in found.tensors if d.name.startswith(("loss", "gradient "))), {})
+    return StepDifferences(tuple(d for d in found.tensors if _is_loss_or_gradient(d.name)), {})
 
 
 def _check_same_parameters(model: nn.Module, plain: nn.Module) -> None:

@@ -326,6 +326,13 @@ def test_what_is_not_repeatable_is_a_note() -> None:
     assert audit(*not_repeatable(), plan=False).notes[0].startswith("two plain runs differ: loss")
 
 
+def test_a_loss_that_is_no_number_is_a_note() -> None:
+    model, (x,) = plain_blocks(False)
+    found = audit(model, (x.fill_(torch.inf),), plan=False)
+    assert found.sound
+    assert found.notes[-1].startswith("infinite or no number in a plain run: loss and ")
+
+
 def test_a_caller_in_autocast() -> None:
     model, args = plain_blocks(False)
     with torch.autocast("cpu", torch.bfloat16):
