@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -171,6 +172,12 @@ def _words() -> list[torch.Tensor]:
     return [torch.randint(500, (8, 48))]
 
 
+TIMM: Mapping[str, Made] = {
+    "timm_convnext": of_timm("convnext_atto", 64),
+    "timm_mixer": of_timm("mixer_s32_224", 64, img_size=64),
+    "timm_regnet": of_timm("regnety_002", 64),
+    "timm_mobilenetv3": of_timm("mobilenetv3_small_050", 96),
+}
 MODELS: Mapping[str, Made] = {
     **{name: of_zoo(name) for name in ("resnet18", "resnet50", "unet", "vgg19", "densenet121", "googlenet")},
     **{
@@ -179,10 +186,7 @@ MODELS: Mapping[str, Made] = {
     },
     **{name: of_zoo(name) for name in ("diffusion_unet", "pspnet", "revnet38")},
     **{name: of_hugging_face(name) for name in HUGGING_FACE},
-    "timm_convnext": of_timm("convnext_atto", 64),
-    "timm_mixer": of_timm("mixer_s32_224", 64, img_size=64),
-    "timm_regnet": of_timm("regnety_002", 64),
-    "timm_mobilenetv3": of_timm("mobilenetv3_small_050", 96),
+    **(TIMM if find_spec("timm") else {}),
     "torch_lstm": (lambda: Recurrent(nn.LSTM, dropout=0.1), _words),
     "torch_gru": (lambda: Recurrent(nn.GRU, bidirectional=True), _words),
     "torch_rnn": (lambda: Recurrent(nn.RNN), _words),

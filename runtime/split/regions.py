@@ -279,8 +279,8 @@ class _Growth:
         return all(c.name in calls and isinstance(states.get(v), AxisSpan) for v, c in readers)
 
     def _crossing(self, storages: Iterable[str], calls: Set[str], states: Mapping[str, State]) -> int:
-        """Return the bytes of those of the storages that have the axis and cross the border of a region with these
-        calls."""
+        """Return how many bytes of ``storages`` with the axis are read or made outside of a region, too. ``calls``: the
+        region's."""
         return sum(
             self.step.storage_bytes[s]
             for s in storages

@@ -57,8 +57,8 @@ def test_a_time_limit_holds_and_a_bound_is_returned():
             assert time.monotonic() - began < 5 * seconds
             assert not answer.done
             if answer.dual > 0:
-                return
-    raise AssertionError("no bound")
+                break
+    assert answer.dual > 0
 
 
 def test_a_solve_is_ended_from_another_thread():
