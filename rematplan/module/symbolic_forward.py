@@ -19,7 +19,7 @@ from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.tracked_sizes import SizeValues
-from rematplan.runtime.guards.state_writes import Write
+from rematplan.runtime.guards.repeated_writes import Write
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, opened, resolved
 from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_batch import with_counts

@@ -22,9 +22,9 @@ from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, 
 from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
 from rematplan.parts.sharded_weights import check_weights, with_shards
+from rematplan.plans.on_infeasible import reaction
 from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.planner import Planner
-from rematplan.plans.refusals import reaction
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.execute.compile import named_tensors

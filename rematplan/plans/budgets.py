@@ -22,7 +22,7 @@ from rematplan.planner.registry import LIMIT
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.over_budget_plans import check_floor
+from rematplan.plans.leanest_plan import check_floor
 
 UNITS = {
     "": 1,

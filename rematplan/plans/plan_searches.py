@@ -14,10 +14,10 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.plans.budgets import Budget, least_plan, plan_within
 from rematplan.plans.first_plan import plan_at_once
+from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals
 from rematplan.plans.options import QUICK, PlanOptions
 from rematplan.plans.progress import shapes_of
 from rematplan.plans.refining import Refining, StepPlan, Wanted
-from rematplan.plans.refusals import accepts_refusals, explaining_refusals
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 FURTHER = 0.25

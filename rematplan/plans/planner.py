@@ -19,6 +19,7 @@ from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.fusing import with_fused_kernels
 from rematplan.plans.in_flight import most_in_flight, plan_in_flight, problem_in_flight
+from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
@@ -31,7 +32,6 @@ from rematplan.plans.plan_searches import (
 from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
-from rematplan.plans.refusals import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.resizing import Resizing
 from rematplan.plans.splitting import RewrittenStep, smallest_with_splits, split_as_asked
 from rematplan.plans.step_problems import StepProblems
@@ -157,7 +157,7 @@ class Planner(StepProblems):
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
         """Raise ``error``, or return a plan to use although no plan fits, as ``on_infeasible`` says
-        (`refusals.plan_over_budget`)."""
+        (`on_infeasible.plan_over_budget`)."""
         how = reaction(self.options, first)
         if how == RAISE:
             raise error

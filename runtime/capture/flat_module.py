@@ -22,7 +22,7 @@ from rematplan.runtime.guards.containers import containers_in
 from rematplan.runtime.guards.module_tensors import ModuleTensors
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import check_uncounted
-from rematplan.runtime.guards.state_writes import Write
+from rematplan.runtime.guards.repeated_writes import Write
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from rematplan.runtime.guards.finite_tests import OtherOutcome
 from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.module_state import ModuleState, ModuleTree
 from rematplan.runtime.guards.recording import python_state_restored, recording
-from rematplan.runtime.guards.state_writes import store
+from rematplan.runtime.guards.repeated_writes import store
 
 __all__ = [
     "Guard",

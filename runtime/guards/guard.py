@@ -26,7 +26,7 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
-from rematplan.runtime.guards.state_writes import KnownKeys
+from rematplan.runtime.guards.repeated_writes import KnownKeys
 from rematplan.runtime.guards.value_guard import ValueGuard
 
 _GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)

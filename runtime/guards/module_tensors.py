@@ -8,7 +8,7 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime.guards.places import Buffers
-from rematplan.runtime.guards.state_writes import Write
+from rematplan.runtime.guards.repeated_writes import Write
 
 
 class ModuleTensors:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rematplan.runtime.guards.places import Owner, Place
+from rematplan.runtime.guards.repeated_writes import assign
 from rematplan.runtime.guards.snapshots import UNSET
-from rematplan.runtime.guards.state_writes import assign
 
 
 @dataclass

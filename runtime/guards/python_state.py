@@ -40,8 +40,8 @@ from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_ite
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
 from rematplan.runtime.guards.read_numbers import ReadNumber
+from rematplan.runtime.guards.repeated_writes import KnownKeys, Write, assign
 from rematplan.runtime.guards.snapshots import UNSET, same
-from rematplan.runtime.guards.state_writes import KnownKeys, Write, assign
 from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, WRITERS, use_of, uses_of
 
 TENSORS = ("_parameters", "_buffers", "_modules")

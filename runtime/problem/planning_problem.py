@@ -13,7 +13,7 @@ from rematplan.ir.training_graph import LIBRARIES, THREADS
 from rematplan.runtime.graph.allocator_rounding import REST, allocated
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, InputKind
-from rematplan.runtime.problem.random_states import with_random_states
+from rematplan.runtime.problem.random_states import random_state_bytes, with_random_states
 from rematplan.runtime.problem.sum_states import with_sum_states
 
 RNG_STATES = "rng_states"
@@ -24,7 +24,6 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
 
     All views of a storage are one tensor. Random ops read saved states; collectives run once, in a fixed order.
     """
-    seeded = [c.name for c in step.calls if c.seeded]
     sizes = dict(step.storage_bytes)
     for name, cost in costs.items():
         for result, real in zip(step.call[name].results, cost.results, strict=False):
@@ -37,13 +36,10 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
     split: dict[str, int] = dict.fromkeys(inputs.values(), 0)
     for storage, kind in inputs.items():
         split[kind] += sizes[storage]
-    state = random_state_bytes(step)
-    # A random call whose results are no larger than a saved state keeps them instead.
-    kept = [name for name in seeded if sum(sizes[s] for s in step.writes(step.call[name])) <= state]
-    # In case the whole forward runs again, or stops.
-    states = len(step.drawing_devices) * (bool(step.left_out) + step.checks)
-    if states * state:
-        sizes[RNG_STATES] = split[RNG_STATES] = states * state
+    # The generators' states at the start, for a forward that runs again as a whole, or that a failed check stops.
+    states = len(step.drawing_devices) * (bool(step.left_out) + step.checks) * random_state_bytes(step)
+    if states:
+        sizes[RNG_STATES] = split[RNG_STATES] = states
     # Unused bytes of a cached block, beyond those that `allocated` counts.
     left_over = REST if step.device.type == "cuda" else 0
     library = THREADS * max((c.library for c in costs.values()), default=0) + left_over
@@ -62,22 +58,10 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
         ops=ops,
         inverses=inverses,
         ordered=tuple(c.name for c in step.calls if c.ordered),
-        never_rerun=(*kept, *(c.name for c in step.calls if c.collective)),
+        never_rerun=tuple(c.name for c in step.calls if c.collective),
         fixed_split=split,
     )
-    graph = with_random_states(graph, {name: 0 if name in kept else state for name in seeded})
-    return with_sum_states(step, graph)
-
-
-def random_state_bytes(step: CapturedStep) -> int:
-    """Return the bytes of the largest state among the random generators from which a step draws; 0 if it draws no
-    numbers."""
-    return max(map(_state_bytes, step.drawing_devices), default=0)
-
-
-def _state_bytes(device: torch.device) -> int:
-    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-    return state.numel()
+    return with_sum_states(step, with_random_states(step, graph))
 
 
 def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:

@@ -6,10 +6,13 @@ An op without cost writes the state; the drawing op reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.runtime.graph.captured_step import CapturedStep
 
 PREFIX = "(random state) "
 
@@ -29,24 +32,41 @@ def saves_state(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def with_random_states(graph: TrainingGraph, sizes: Mapping[str, int]) -> TrainingGraph:
-    """Return a problem in which each op of ``sizes`` reads the generator's state, of so many bytes, with which it
-    drew first."""
+def random_state_bytes(step: CapturedStep) -> int:
+    """Return the bytes of the largest state among the random generators from which a step draws; 0 if it draws no
+    numbers."""
+    return max(map(_state_bytes, step.drawing_devices), default=0)
+
+
+def _state_bytes(device: torch.device) -> int:
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return state.numel()
+
+
+def with_random_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+    """Return the step's problem in which each random op reads the generator's state with which it drew first.
+
+    An op whose results are no larger than a state runs only once instead, and its state has 0 bytes.
+    """
+    seeded = [op for op in graph.ops if op.name in step.call and step.call[op.name].seeded]
+    size = random_state_bytes(step)
+    once = [op.name for op in seeded if sum(graph.size[t] for t in op.writes) <= size]
+    states = {state_of(op.name): 0 if op.name in once else size for op in seeded}
     ops: list[Op] = []
     for op in graph.ops:
-        if op.name in sizes:
+        state = state_of(op.name)
+        if state in states:
             # The state is written at any time before the op: the compiled plan saves it at the op's first run.
-            ops.append(Op(state_of(op.name), (), (state_of(op.name),), 0.0, 0, op.phase))
-            op = replace(op, reads=(*op.reads, state_of(op.name)))
+            ops.append(Op(state, (), (state,), 0.0, 0, op.phase))
+            op = replace(op, reads=(*op.reads, state))
         ops.append(op)
     # The present state, restored after a repeated op, needs no more: the op's results are larger than a
     # state, and are not allocated while the states change places.
-    states = {state_of(name): size for name, size in sizes.items()}
     return replace(
         graph,
         tensors=(*graph.tensors, *(Tensor(name, size) for name, size in states.items())),
         ops=tuple(ops),
-        never_rerun=(*graph.never_rerun, *states),
+        never_rerun=(*once, *graph.never_rerun, *states),
     )
 
 

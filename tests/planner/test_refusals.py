@@ -21,9 +21,9 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.plans import over_budget_plans
+from rematplan.plans import leanest_plan
 from rematplan.plans.budgets import plan_within
-from rematplan.plans.over_budget_plans import check_floor
+from rematplan.plans.leanest_plan import check_floor
 
 QUICK = 30.0  # seconds on a machine with much other work; it takes about five
 
@@ -89,7 +89,7 @@ def test_a_later_refusal_at_other_sizes_takes_known_plans_without_a_search(
     with pytest.raises(InfeasibleBudget) as first:
         plan_within(Auto(), graph, min_peak_bound(graph).bytes - 1, store=store, hurried=True)
     larger = replace(graph, tensors=tuple(replace(t, bytes=2 * t.bytes) for t in graph.tensors))
-    monkeypatch.setattr(over_budget_plans, "find_smallest_peak", None)
+    monkeypatch.setattr(leanest_plan, "find_smallest_peak", None)
     with pytest.raises(InfeasibleBudget) as second:
         plan_within(Auto(), larger, min_peak_bound(larger).bytes - 1, store=store, hurried=True)
     assert second.value.smallest <= 2 * first.value.smallest

@@ -1,4 +1,4 @@
-"""Changes of Python state that a planned call makes after its forward, as the forward does."""
+"""Changes of Python state that the forward makes, and that a planned call repeats after its plan has run."""
 
 from __future__ import annotations
 

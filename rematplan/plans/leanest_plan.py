@@ -1,5 +1,4 @@
-"""Plans with a small peak, for calls that must run although no plan fits the budget, and for errors that name such a
-plan."""
+"""The plan with the smallest known peak: calls follow it if no plan fits the budget, and errors name it."""
 
 from __future__ import annotations
 

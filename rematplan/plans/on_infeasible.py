@@ -1,4 +1,5 @@
-"""What happens if no plan fits the budget: what the error says, and which plan is used instead of raising it."""
+"""What happens if no plan fits the budget (the option ``on_infeasible``): what the error says, or which plan is used
+instead."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import unit_missing
+from rematplan.plans.leanest_plan import leanest_plan
 from rematplan.plans.options import LEAST, RAISE, PlanOptions
-from rematplan.plans.over_budget_plans import leanest_plan
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.loss_boundary import reserved_for_loss, without_loss_bytes
 
