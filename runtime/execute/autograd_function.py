@@ -94,8 +94,8 @@ class CompiledPlan:
         return other
 
     def end_first_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
-        """Record that the first backward under some conditions has run. If values had other strides than the step's,
-        compile the next anew."""
+        """Record that the first backward of a variant has run. If its values were not as planned, compile the next
+        ones for any strides."""
         self.first_runs.end_backward(variant, run)
         if self.first_runs.failed:
             self.variants.misplace()

@@ -1,8 +1,8 @@
 """The checks when a plan runs first: its values have the strides with which the step was captured from fake tensors,
 and fused kernels compute the numbers of eager mode up to rounding.
 
-If they differ in the backward half, reshapes choose again between view and copy, and nothing is overwritten from
-then on: the bits stay those of eager mode.
+If strides differ in the backward half, its reshapes choose again between view and copy, and nothing is overwritten
+from then on: the bits stay those of eager mode.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FirstRuns:
         self.passed: set[BackwardVariant] = set()
         """The conditions under which a backward was compared. A comparison under `AS_CAPTURED` is one for all."""
         self.failed: OtherResults | None = None
-        """What the first backward found, if not all values are as planned."""
+        """What the first backward found whose values were not all as planned."""
         self._runs: dict[BackwardVariant, FirstRun] = {}
 
     def pass_all(self) -> None:
@@ -130,7 +130,8 @@ class FirstRuns:
         self.forward_passed = True
 
     def backward(self, variant: BackwardVariant, like: CapturedStep) -> FirstRun | None:
-        """Return what runs the next backward under some conditions, or None if it needs no comparison."""
+        """Return what runs the next backward of a variant; None if it is not compared. ``like``: a step of the
+        same calls."""
         # After a failure all backwards are compiled for any strides.
         compared = self.failed or not self.passed.isdisjoint((variant, AS_CAPTURED))
         if compared or variant.strides is not None or changes_strides(like, variant.missing):
@@ -138,8 +139,8 @@ class FirstRuns:
         return self._run(variant)
 
     def end_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
-        """Record that a backward has run, and whether its values had other strides than the step's."""
-        self.failed = run.error
+        """Record that a backward has run, and in `failed` what it found."""
+        self.failed = self.failed or run.error
         self.passed.add(variant)
         self._runs.pop(variant, None)
 

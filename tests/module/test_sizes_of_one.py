@@ -3,6 +3,7 @@ what a fake tensor says, decides what follows from strides."""
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import rematplan
 from rematplan.ir import ModelError
 from rematplan.module.captures import capture_call
 from rematplan.runtime.capture.patches import fake_layouts
+from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant
+from rematplan.runtime.execute.first_run import FirstRuns, OtherLayouts
 from rematplan.runtime.execute.layout_check import LayoutCheck
 
 
@@ -193,6 +196,13 @@ def test_only_first_runs_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first > 20
     follow(planned, plain, x)
     assert len(compared) == first
+
+
+def test_a_sound_backward_does_not_hide_an_earlier_failure() -> None:
+    runs, found = FirstRuns(pytest.fail, (), ()), OtherLayouts(frozenset(), "other strides")
+    runs.end_backward(AS_CAPTURED, SimpleNamespace(error=found))
+    runs.end_backward(BackwardVariant(kept=True), SimpleNamespace(error=None))
+    assert runs.failed is found
 
 
 @torch.library.custom_op("rematplan_tests::turned", mutates_args=())
