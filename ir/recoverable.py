@@ -158,14 +158,17 @@ class _StepTables:
         return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
 
     def recover(self, target: str) -> Recovery | None:
+        """Return how to recover a forward tensor that the forward reads; None if nothing recovers it."""
         if target not in self.makers or target not in self.last_read or target in self.never:
             return None
         return _RecoverySearch(self, target).found()
 
 
 class _RecoverySearch:
-    """Searches for ops and inverses that recover the tensor ``target``: candidates backwards, then what can
-    run forwards.
+    """Searches for ops and inverses that recover the tensor ``target``.
+
+    First it collects candidates, from ``target`` to what they read (`_wanted`). Then it runs through them from the
+    resident tensors on (`found`), and keeps those that lead to ``target``.
     """
 
     def __init__(self, tables: _StepTables, target: str) -> None:
@@ -175,6 +178,8 @@ class _RecoverySearch:
         self.limit = tables.graph.size[target] // NEGLIGIBLE_RATIO
 
     def _is_resident(self, tensor: str) -> bool:
+        """Return whether a tensor is live when the target may be freed, after its last forward read, or counts as
+        live: it is small, or never freed."""
         tables = self.tables
         if tensor in tables.inputs:
             return True
@@ -215,6 +220,7 @@ class _RecoverySearch:
         return recipes
 
     def found(self) -> Recovery | None:
+        """Return how to recover the target; None if no inverse that writes it can run."""
         recipes = self._wanted()
         missing = {name: {t for t in r.reads if not self._is_resident(t)} for name, r in recipes.items()}
         waiting: dict[str, list[str]] = {}

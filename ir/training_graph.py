@@ -61,8 +61,8 @@ class TrainingGraph:
     from start to end (parameters, buffers, batch). ``outputs``: names of tensors that must be resident at the end
     (loss, gradients, new buffers). ``ops``: in a valid order, that of a step without recomputation. ``inverses``:
     additional ops, each of which recovers a tensor from tensors that were computed from it. ``ordered``: names of ops
-    that draw random numbers; in every schedule their *first* executions must have this order. ``never_rerun``: names of
-    ops that may run only once, because they have side effects or the user asked for it.
+    that draw random numbers or communicate; in every schedule their *first* executions must have this order.
+    ``never_rerun``: names of ops that may run only once, because they have side effects or the user asked for it.
 
     Raises:
         ProblemError: the parts contradict each other; see `check`.

@@ -265,7 +265,8 @@ def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence
 
 
 def _promoted(weight: Weight, used: roles.Uses) -> Weight:
-    """Return a constant as a ``parameter`` if a layer reads it in an input for weights; else unchanged."""
+    """Return a constant as a ``parameter`` if it is a floating-point array, no single number, that a layer reads in an
+    input for weights; else unchanged."""
     layer = weight.role == "constant" and weight.dtype in roles.FLOATS and weight.shape
     return replace(weight, role="parameter") if layer and roles.in_weight_input(weight.name, used) else weight
 

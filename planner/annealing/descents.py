@@ -50,7 +50,7 @@ DESCENTS = DescentOptions()
 
 @dataclass
 class Descent:
-    """A search that lowers a plan's peak step by step by simulated annealing, until it is within ``budget`` bytes."""
+    """A search that lowers a plan's peak towards ``budget`` bytes, step by step, by simulated annealing."""
 
     annealer: Annealer
     budget: int

@@ -220,7 +220,7 @@ def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
 @inner
 def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
     """Return the slot at which ``tensor`` is written next after the run ``node``; `NO_SLOT` if it is not."""
-    if F.producer[tensor] >= 0:
+    if F.producer[tensor] >= 0:  # one op alone writes it
         later = L.next[node]
         return int(L.slot[later]) if later >= 0 else NO_SLOT
     stop = NO_SLOT
@@ -234,7 +234,7 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """Return the slot of the last read of ``tensor`` strictly between two slots, without the run ``skip``;
+    """Return the slot of the last read of ``tensor`` strictly between two slots, by another run than ``skip``;
     ``start`` if there is none.
     """
     latest = start
@@ -253,9 +253,8 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """Return the slot until which ``tensor`` is live after ``node`` has written it, without reads of the run
-    ``skip``.
-    """
+    """Return the slot until which ``tensor`` is live as the run ``node`` writes it: that of its last read before it is
+    written again, or of ``node`` if there is none. Reads of the run ``skip`` do not count."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 

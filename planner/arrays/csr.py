@@ -30,7 +30,7 @@ class CSRGraph(NamedTuple):
     producer: Ints
     """By tensor: the op that writes it, -1 for an input."""
     after: Ints
-    """By op: the previous op that draws random numbers, if this one does; else -1."""
+    """By op in ``ordered``: the one before it there. -1 for the first and for all other ops."""
     forward: Flags
     """By op: whether it is of the forward half."""
     bytes: Ints

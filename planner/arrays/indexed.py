@@ -28,7 +28,7 @@ class Indexed:
     readers: tuple[tuple[int, ...], ...]
     """By tensor: the ops that read it, ascending."""
     after: tuple[int, ...]
-    """By op: the previous op that draws random numbers, if this one does; else -1."""
+    """By op in ``ordered``: the one before it there. -1 for the first and for all other ops."""
     forward: tuple[bool, ...]
     """By op: whether it is not marked as backward and depends on no backward op."""
 
@@ -39,7 +39,7 @@ class Indexed:
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """By op: the backward ops directly before it, which write what it reads or draw random numbers before it."""
+        """By op: the backward ops that it follows directly: those that write what it reads, and `after`."""
         return tuple(
             tuple(
                 p
@@ -68,7 +68,7 @@ def _index(graph: TrainingGraph) -> Indexed:
         for t in dict.fromkeys(reads[i]):
             readers[t].append(i)
     outputs = {id_of[t] for t in graph.outputs}
-    after = _random_order(graph)
+    after = _order(graph)
     return Indexed(
         ops=tuple(o.name for o in graph.ops),
         reads=reads,
@@ -84,8 +84,8 @@ def _index(graph: TrainingGraph) -> Indexed:
     )
 
 
-def _random_order(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return, for each op that draws random numbers, the previous such op; -1 for the first and for other ops."""
+def _order(graph: TrainingGraph) -> tuple[int, ...]:
+    """Return, for each op in ``ordered``, the one before it there; -1 for the first and for other ops."""
     ordered = set(graph.ordered)
     after, last = [-1] * len(graph.ops), -1
     for i, op in enumerate(graph.ops):

@@ -252,16 +252,16 @@ def _sums(pairs: Iterable[tuple[int, int]], count: int) -> Ints:
 
 
 def _peaks(
-    ix: Indexed, blocks: Groups, free: Container[int], stay: Container[int], workspace: Sequence[int]
+    ix: Indexed, blocks: Groups, counted: Container[int], stay: Container[int], workspace: Sequence[int]
 ) -> Ints:
     """Return, for each group of ops, the peak bytes of what it writes while it runs, workspaces included.
 
-    ``free``: tensors that count. ``stay``: those that are not freed after their last use in the group.
+    ``counted``: the tensors whose bytes count. ``stay``: those that are not freed after their last use in the group.
     """
     peaks = []
     for ops in blocks:
         until = {t: o for o in ops for t in (*ix.writes[o], *ix.reads[o])}
-        own, live, peak = {t for o in ops for t in ix.writes[o] if t in free}, 0, 0
+        own, live, peak = {t for o in ops for t in ix.writes[o] if t in counted}, 0, 0
         for o in ops:
             live += sum(ix.bytes[t] for t in ix.writes[o] if t in own)
             peak = max(peak, live + workspace[o])

@@ -39,7 +39,7 @@ class ForwardGraph:
     succs: tuple[int, ...]
     """The nodes that read tensors of each node."""
     before: tuple[int, ...]
-    """``preds``, and nodes that must draw random numbers just before."""
+    """``preds``, and the nodes with the previous op in ``ordered`` (ops whose first runs have a fixed order)."""
 
     def __len__(self) -> int:
         return len(self.members)
@@ -103,8 +103,7 @@ class _Groups:
     def __init__(self, ix: Indexed) -> None:
         self.ix = ix
         self.members = {o: [o] for o, forward in enumerate(ix.forward) if forward}
-        # The groups whose tensors a group reads. ``preds`` has also those that must draw random numbers
-        # before it.
+        # The groups whose tensors a group reads. ``preds`` also has that of the previous op in ``ordered``.
         self.data: dict[int, set[int]] = {o: set() for o in self.members}
         self.preds: dict[int, set[int]] = {o: set() for o in self.members}
         self.succs: dict[int, set[int]] = {o: set() for o in self.members}

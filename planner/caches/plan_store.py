@@ -94,9 +94,8 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Record in memory that no plan was found within the error's budget; ``seconds``: the search's time
-        limit, 0 without.
-        """
+        """Record in memory that no plan was found within the error's budget. ``seconds``: the search's time limit; 0 if
+        it had none."""
         key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
@@ -113,9 +112,8 @@ class PlanStore:
         return problem.structure in self._lean
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error to raise if an at least equal budget was refused by a proof or a search of about
-        this length; else None.
-        """
+        """Return the error to raise if a budget at least as large was refused, by a proof or by a search not much
+        shorter than ``seconds``; else None."""
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
                 return known.changed(budget=budget)

@@ -228,7 +228,7 @@ def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
 
 
 def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
-    """Return, by position of each repeated run of a random op (``ordered``), the position of its first run."""
+    """Return, by position of each repeated run of an op in ``ordered``, the position of its first run."""
     first: dict[str, int] = {}
     wanted = set(ordered)
     return {

@@ -49,9 +49,8 @@ class RangeProof(Generic[Size]):
 
 
 def range_row(family: PlanFamily, amounts: Amounts, size: Size, budget: int) -> RangeRow[Size]:
-    """Return the cheapest schedule within ``budget`` bytes for these amounts, or the one with the smallest
-    peak. ``size`` is copied.
-    """
+    """Return the row of one size: the cheapest schedule within ``budget`` bytes for its amounts, or the one with the
+    smallest peak if none fits."""
     found = family.best(amounts, budget)
     member = found or family.least(amounts)
     base_peak = family.members[0].estimate(amounts).peak

@@ -22,9 +22,8 @@ USUAL = Sharing()
 def fastest_on_two_lanes(
     graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
 ) -> Plan | None:
-    """Return the plan, divided into two lanes within ``budget`` bytes, with the shortest predicted time; None
-    if none can be divided.
-    """
+    """Divide each of the plans into two lanes, and return the one of the shortest predicted time; None if
+    `on_two_lanes` divides none."""
     laned = [found for plan in plans if (found := on_two_lanes(graph, plan, budget, sharing))]
     return min(laned, key=lambda plan: plan.lanes.makespan if plan.lanes else 0.0, default=None)
 

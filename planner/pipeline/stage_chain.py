@@ -171,7 +171,15 @@ def stage_chain(
     labels: Mapping[str, str] | None = None,
     homes: Mapping[int, int] | None = None,
 ) -> StageChain:
-    """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline."""
+    """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline.
+
+    ``blocks``: the forward ops of each, or their number. ``gradient_of``: by name of a gradient, the parameter's name.
+    ``labels``: names for people. ``homes``: by backward op, the block where it should be.
+
+    Raises:
+        ProblemError: the problem lacks a forward or a backward.
+        UsageError: a forward op reads what a later block computes.
+    """
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
         raise ProblemError(
@@ -214,7 +222,11 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """Assigns each backward op to a block (``at``); the blocks of forward ops are given."""
+    """Assigns each backward op to a block (``at``).
+
+    ``of``: by forward op, its block. ``blocks``: their number. ``pairs``: by name of a gradient, the parameter's name.
+    ``homes``: by backward op, the block where it should be.
+    """
 
     def __init__(
         self,

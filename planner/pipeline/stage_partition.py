@@ -69,7 +69,11 @@ def _ended(
     time: StageTime,
     link: Link,
 ) -> list[Partition]:
-    """Return the divisions of the blocks before ``end`` that extend those of ``front`` by stage ``stage``."""
+    """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``.
+
+    ``front``: by block, the divisions of all blocks before it into the stages before. ``begins``: where the last stage
+    may begin.
+    """
     found = []
     for begin in begins:
         if begin >= end or not front.get(begin):

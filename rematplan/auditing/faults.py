@@ -114,7 +114,10 @@ def faults_of(
 
 
 def raised(error: Exception, seen: Watched) -> Fault:
-    """Return the fault that a step raises an error that the plain step does not."""
+    """Return the fault of a step that raises an error although the plain step does not.
+
+    It names the first op that differs; else a region none of whose inputs requires a gradient; else the error.
+    """
     first = _first_differences(seen, other_ops=True)
     said = f"the step raises {type(error).__name__}: {first_line(error)}"
     if not first:

@@ -74,13 +74,16 @@ class Region:
     nested_train: bool = False
     """Whether a tensor inside of a container among the arguments requires a gradient."""
     function: Kind | None = None
+    """The `torch.autograd.Function`; None for a checkpoint."""
     first: list[OpRun] = field(default_factory=list)
+    """The ops of the forward."""
     again: list[OpRun] = field(default_factory=list)
-    """The ops of the forward, and of the first recomputation."""
+    """The ops of the first recomputation."""
     host_states: list[bytes] = field(default_factory=list)
     """States of NumPy's and Python's random number generators: before and after the forward, then before the
     recomputation."""
     times: int = 0
+    """How often it ran, the forward included."""
 
 
 @dataclass

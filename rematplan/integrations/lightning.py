@@ -55,7 +55,7 @@ class RematplanCallback(Callback):  # type: ignore[misc]
         """The planned part until its first step has ended."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a trainer whose trials would run without a plan."""
+        """Refuse a trainer that tries batch sizes, since these trials run without a plan; warn of untested versions."""
         del pl_module, stage
         warn_if_untested("pytorch-lightning", TESTED)
         if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):

@@ -36,14 +36,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of one dimension of an argument: ``scale`` × a number of the axis + ``offset``."""
+    """The size of one dimension of an argument: ``scale`` × the value of the axis + ``offset``."""
 
     axis: Axis
     scale: int = 1
     offset: int = 0
 
     def of(self, number: int) -> int:
-        """Return the size for a number of the axis."""
+        """Return the dimension's size if the axis has the value ``number``."""
         return self.scale * number + self.offset
 
     @property

@@ -54,7 +54,7 @@ class Exchange(Protocol):
 
     def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Start to send statistics of a running backward to the owner of ``part``, an item of `parts`. The
-        vector ``sums`` is overwritten.
+        vector ``sums`` is overwritten. ``step``: the number of the training step.
         """
 
     def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:

@@ -163,7 +163,7 @@ def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[
 
 
 def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, how: str) -> Layer:
-    """Return the layer of one weight, without statistics yet."""
+    """Return the layer of one weight, without statistics yet. ``how``: how its inverses are computed."""
     blocks = (form.groups,) if form.groups > 1 else ()
     sides = (
         Factor(t.shape[-1], blocks, how, t.dtype, vector=t.dim() == 1 + len(blocks)) for t in (form.a, form.g)

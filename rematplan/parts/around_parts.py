@@ -139,7 +139,7 @@ def _weights_of(part: nn.Module, owners: Mapping[Any, Any]) -> tuple[list[Any], 
 
 
 def _ahead(model: nn.Module, direction: str) -> int:
-    """Return how many layers ahead a user lets FSDP2 gather."""
+    """Return the most layers ahead that a user lets FSDP2 gather in a ``direction``, forward or backward."""
     return max(
         len(getattr(state, f"_states_to_{direction}_prefetch")) for _, state in modules_with_states(model)
     )

@@ -52,7 +52,8 @@ class WholeOrParts(Runner):
             self._check_parts()
 
     def twin(self, *, with_plans: bool = True) -> WholeOrParts:
-        """Return a runner for a copy of the module. Plans of parts are not shared."""
+        """Return a runner for a copy of the module, with the present plan of the whole or none. Plans of parts are not
+        shared."""
         twin = super().twin(with_plans=with_plans)
         assert isinstance(twin, WholeOrParts)
         twin.parts = None

@@ -116,8 +116,7 @@ def dataflow_stages(
     part: DataflowPart, plan: Plan, group: ProcessGroup | None, wrapped: bool
 ) -> list[DataflowStage]:
     """Return a list with one item: the stage of a dataflow pipeline that this process runs, ready for
-    `DataflowSchedule`.
-    """
+    `DataflowSchedule`. `UsageError` for wrapped stages, another backend than gloo, and other devices than CPUs."""
     if wrapped:
         raise UsageError(
             "stages of a dataflow run without autograd and cannot be wrapped; use schedule gpipe or 1f1b"

@@ -194,9 +194,8 @@ def _terms(chain: NamedChain, asked: PipelineRequest, budget: int) -> Terms:
 
 
 def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineSchedule:
-    """Return the schedule called ``name``. With ``dataflow``, enough micro-batches are in flight to hide the time of
-    messages.
-    """
+    """Return the schedule called ``name``; `UsageError` if it cannot have so many stages. With ``dataflow``, enough
+    micro-batches are in flight to hide the time of messages."""
     if name in VIRTUAL and asked.stages % STAGES_A_RANK:
         raise UsageError(
             f"{name} has {STAGES_A_RANK} stages on each rank; {asked.stages} stages are not a multiple of that"
@@ -207,7 +206,8 @@ def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineS
 
 
 def _hop(chain: NamedChain, asked: PipelineRequest) -> float:
-    """Return the longest time of a message ÷ that of the slowest stage or link, for stages of similar times."""
+    """Return the longest time of a message ÷ the time of the slowest stage or link, if the chain is cut into stages of
+    similar times."""
     one = chain.chain
 
     def base(start: int, end: int, _stage: int) -> float:

@@ -88,12 +88,12 @@ class Subject:
     """Other plans of the same problem, for the trade-off."""
 
     def replayed(self) -> Replay:
-        """Return the plan's schedule, replayed."""
+        """Return what each run of the plan's schedule holds and takes (`replay`)."""
         return replay(self.graph, self.plan, self.modules)
 
 
 def page(subject: Subject) -> str:
-    """Return the report as one HTML page."""
+    """Return the report as one HTML page that loads nothing else; `UsageError` without the package plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -159,17 +159,21 @@ def _advice(graph: TrainingGraph, tensor: str, peak: str, used: Iterable[str]) -
 
 @dataclass
 class Branch:
-    """A module with what its ops run again, its own submodules included."""
+    """A module, and the ops of it and its submodules that run again."""
 
     name: str
     runs: int = 0
+    """Their number."""
     bytes: int = 0
+    """What they write."""
     cost: float = 0.0
+    """Their time in microseconds."""
     inner: dict[str, Branch] = field(default_factory=dict)
+    """The submodules, by name."""
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What layers that are shown as one have in common: all but names and times."""
+        """What layers that are shown as one have in common: all but their own names, and times."""
         return (self.runs, self.bytes, tuple((b.name, b.shape) for b in self.inner.values()))
 
 

@@ -9,7 +9,7 @@ from rematplan.runtime.graph.warn import warn
 
 
 def with_fused_kernels(step: CapturedStep) -> RewrittenStep:
-    """Return the step with fused kernels. A warning says, in one line, for which regions there are none."""
+    """Return the step with fused kernels. If some regions have none, one warning says how many, and why the first."""
     found = fuse(step)
     if found.failures:
         warn(

@@ -1,5 +1,5 @@
-"""PyTorch's autocast for a step that is captured on the CPU, with an accelerator's list if the step is to run on
-one."""
+"""PyTorch's autocast for a step that is captured on the CPU. If it is to run on an accelerator, the functions that
+CUDA's autocast computes in float32 are computed so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOAT32 = frozenset(NAMES.split())
 def mixed_precision(module: nn.Module, accelerator: bool) -> nn.Module:
     """Return a module that runs ``module`` in bfloat16 autocast.
 
-    ``accelerator``: use the list of CUDA's autocast, instead of the CPU's.
+    ``accelerator``: compute the functions in `FLOAT32` in that type, as on CUDA.
     """
     return _Mixed(module, accelerator)
 
@@ -44,7 +44,7 @@ class _Mixed(nn.Module):
 
 
 class _InFloat32(TorchFunctionMode):
-    """Converts the arguments of functions in `NAMES` to float32."""
+    """Converts tensors of bfloat16 and float16 among the arguments of functions in `FLOAT32` to float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

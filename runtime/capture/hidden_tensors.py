@@ -101,8 +101,8 @@ class Withheld:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """Return the submodules with hooks that may have side effects. Hooks of ``torch.nn.utils`` and ``transformers``
-    only compute."""
+    """Return the names of the submodules with hooks that may have side effects, so none of those that `COMPUTING`
+    names."""
     return [
         name
         for name, m in module.named_modules()

@@ -142,8 +142,7 @@ def reused_bytes(
 
 
 def reused_bytes_of_all(step: CapturedStep, operands: Operands, schedule: Schedule) -> tuple[int, ...]:
-    """Return what `reused_bytes` does, for code that is compiled from the whole schedule, with all its entries, as that
-    of a dataflow's stage is."""
+    """Return what `reused_bytes` does, for code that runs all entries of a schedule: that of a dataflow's stage."""
     reused = [0] * len(schedule)
     for start, end, value in _reuses(operands, schedule):
         for at in range(start, end):

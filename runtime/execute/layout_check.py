@@ -24,7 +24,8 @@ class LayoutCheck:
         """Whether there are none so far. If there are, nothing may be overwritten."""
 
     def __call__(self, value: str, tensor: torch.Tensor | None) -> None:
-        """Compare the strides of a value. Nothing happens if it is None (a gradient that nothing needs) or empty."""
+        """Record the strides of a value in `others` if they are not as planned. A value counts as planned if it is None
+        (a gradient that nothing needs) or has no elements."""
         if (
             tensor is None
             or tensor.stride() == self.strides.get(value, tensor.stride())

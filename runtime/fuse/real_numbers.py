@@ -30,7 +30,7 @@ class CheckedKernel:
         return f"{self.kernel}.checked"
 
     def __call__(self, *args: torch.Tensor) -> Any:
-        """Run the kernel, and check it unless it was checked."""
+        """Return the kernel's results; at the first call those of eager mode if the kernel's fail the check."""
         if self.kernel.real.checked:
             return self.kernel(*args)
         self.kernel.real.checked = True

@@ -204,7 +204,8 @@ class Regions:
         return Region(names, tuple(ordered), tuple(inputs))
 
     def _operands_of_cheap_ops(self) -> dict[str, list[str]]:
-        """Return, by the storage that a cheap op of the forward makes, the storages that it reads."""
+        """Return, by the storage that a cheap op of the forward makes, the storages that it reads. Ops that read views
+        or make an output are left out."""
         kept = self.step.returned()
         found = {}
         for call in self.step.calls:

@@ -30,15 +30,19 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """A check that a dictionary has no other keys than those that the forward stores in it before it reads it."""
+    """A check that a dictionary, in which the forward stores ``keys`` before it reads it, has no other keys, and theirs
+    in this order.
+
+    It holds if the dictionary has the first n of ``keys`` before the call, for any n: new keys are added at the end.
+    """
 
     place: Place
     name: str
     keys: tuple[Any, ...]
 
     def holds(self, attributes: Attributes) -> bool:
-        """Return whether the dictionary has only these keys, in this order. ``attributes``: the ``__dict__`` of each
-        module, by position."""
+        """Return whether the dictionary has the first n of the keys, in their order. ``attributes``: the ``__dict__``
+        of each module, by position."""
         now = self.place.find(attributes)[self.name]
         return isinstance(now, dict) and tuple(now) == self.keys[: len(now)]
 

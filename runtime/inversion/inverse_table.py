@@ -61,7 +61,7 @@ def _sum(sign: int) -> Row:
 def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
     y = result(call, facts)
     if fits(first, y, facts):
-        gain = _share(first, facts)
+        gain = _gain_of_term(first, facts)
         if isinstance(second, Ref):
             kernel = "subtract" if sign > 0 else "add"
             yield Undone(first.value, (y.name, second.value), kernel, (alpha,), gain)
@@ -72,7 +72,7 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
             yield Refused(second.value, f"its factor {alpha:g} is below {LEAST_SCALE:g}")
             return
         reads = (y.name, first.value) if sign > 0 else (first.value, y.name)
-        gain = _share(second, facts) * max(1.0, 1 / abs(alpha))
+        gain = _gain_of_term(second, facts) * max(1.0, 1 / abs(alpha))
         yield Undone(second.value, reads, "difference", (alpha,), gain)
     for one, other in ((first, second), (second, first)):
         if _broadcast_part(one, y, facts) and isinstance(other, Ref):
@@ -96,7 +96,7 @@ def _fused(kernel: str, *names: str) -> Row:
             yield Refused(x.value, f"its factor {beta:g} is below {LEAST_SCALE:g}")
             return
         reads = (y.name, *(arguments[name].value for name in names))
-        gain = _share(x, facts) * max(1.0, 1 / abs(beta))
+        gain = _gain_of_term(x, facts) * max(1.0, 1 / abs(beta))
         yield Undone(x.value, reads, kernel, (factor, beta), gain)
 
     return row
@@ -126,7 +126,7 @@ def _between(call: Call, facts: Facts) -> Found:
             why = f"its weight comes as close to zero as {least:.3g}; the smallest that is inverted is {LEAST_SCALE:g}"
             yield Refused(x.value, why)
             continue
-        gain = _share(x, facts) * max(1.0, _mean_square(1 / share))
+        gain = _gain_of_term(x, facts) * max(1.0, _mean_square(1 / share))
         scale = _mean_square(1 / share) if reads else 0.0
         yield Undone(x.value, (y.name, other.value, *reads), kernel, constants, gain, scale=scale)
 
@@ -152,11 +152,10 @@ def _reflected(call: Call, facts: Facts) -> Found:
         yield Undone(x.value, (y.name,), "reflect", (other, alpha), max(1.0, 1 / abs(alpha)))
 
 
-def _share(x: Ref, facts: Facts) -> float:
-    """Return by how much undoing a sum multiplies the relative error of its term ``x``: more than 1 if ``x`` is
-    scaled."""
-    # The sum's error is as large as without the scale, so relative to the term it grows as the scale
-    # decreases.
+def _gain_of_term(x: Ref, facts: Facts) -> float:
+    """Return the factor, at least 1, by which undoing a sum multiplies the relative error of its term ``x``: above 1 if
+    ``x`` is a product with small numbers."""
+    # The sum's error does not depend on the term's scale, so relative to a term of 0.01 · p it is 100 times as large.
     return facts.scales.get(facts.value(x).storage, 1.0)
 
 

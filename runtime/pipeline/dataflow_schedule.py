@@ -74,11 +74,11 @@ class DataflowSchedule:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run all micro-batches of a batch, add their gradients to ``.grad``, and return the outputs if wanted, else
-        None.
+        """Run all micro-batches of a batch, add their gradients to ``.grad``, and return the last stage's outputs if
+        wanted, else None.
 
-        With ``updates`` the optimizer steps meanwhile and zeroes gradients; backwards after its last step count for
-        the next.
+        With ``updates``, the optimizer steps after every ``updates.every`` backwards and zeroes the gradients.
+        Backwards since its last step count for the next, perhaps in the next batch.
         """
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         # Random calls seed the default generator, whose state the caller gets again.

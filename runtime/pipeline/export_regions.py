@@ -63,8 +63,8 @@ def _inline(module: fx.GraphModule, region: fx.Node, inner: fx.Graph) -> None:
 
 
 def _detached(module: fx.GraphModule, argument: Any, before: fx.Node) -> Any:
-    """Return a node for a tensor without its gradient, in the modules of ``before``; other arguments and buffers as
-    they are."""
+    """Return a new node that detaches ``argument``, with the module names of the node ``before``. Arguments that are no
+    tensors, and stored tensors without a gradient, are returned as they are."""
     if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("val"), torch.Tensor):
         return argument
     if argument.op == "get_attr" and not argument.meta["val"].requires_grad:

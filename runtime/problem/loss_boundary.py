@@ -161,8 +161,8 @@ class SplitSchedule:
     """The part of a schedule that a compiled plan runs, split at the loss boundary."""
 
     schedule: Schedule
-    """Without the ops in `OUTSIDE`, which the caller runs, and without the last free of each gradient, which the
-    caller takes."""
+    """Without the ops in `OUTSIDE`, which the caller runs, without those that represent saved states and memory, and
+    without the last free of each gradient, which the caller takes."""
     lanes: Lanes | None
     """The placement of its op executions on two lanes; None for one lane."""
     positions: tuple[int, ...]
@@ -175,16 +175,16 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that a compiled plan runs, split at the loss boundary, without the ops that the
-    caller runs."""
+    """Return the part of a schedule that a compiled plan runs, split at the loss boundary."""
     leaving = _leaving(step, schedule)
     own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _is_callers(one))
     shorter, runs = lanes, runs_of(schedule)
     for at in reversed([k for k, name in enumerate(runs) if _is_callers(Run(name))]):
-        if shorter:  # the last op execution first, so that the positions of the others stay valid
+        if shorter:  # the last run first, so that the positions of the others stay valid
             shorter = _without(shorter, at)
     boundary = bisect(own, schedule.index(Run(LOSS)))
     late = bisect(own, schedule.index(Run(WEIGHTS))) if WEIGHTS in runs else None
+    # The first part of a split backward also frees what its last op was the last to read.
     while late is not None and late < len(own) and isinstance(schedule[own[late]], Free):
         late += 1
     return SplitSchedule(tuple(schedule[at] for at in own), shorter, own, boundary, late)

@@ -60,7 +60,8 @@ def _same(step: CapturedStep, call: Call) -> Value | None:
     same_place = a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
     if call.target is SLICE:
         return argument if a.shape == b.shape and same_place else None
-    if a.shape != b.shape or call.args[5] != 1:
+    step_of_slice = call.args[5]
+    if a.shape != b.shape or step_of_slice != 1:
         return None
     if not same_place or a.untyped_storage().nbytes() != b.untyped_storage().nbytes():
         raise NotSymbolic("the gradient of a slice has other strides if the slice is a whole dimension")

@@ -121,7 +121,8 @@ class OpenStep:
         return self._plain(sizes, nbytes, offsets)
 
     def at_sizes(self, sizes: Sequence[int], nbytes: Mapping[str, int]) -> CapturedStep:
-        """Return the captured step with integer sizes, computed without a batch."""
+        """Return the captured step with integer sizes, without a batch. ``nbytes``: by name of an input, the bytes of
+        its storage if these may be more than its tensor's."""
         held = {self.values[i.value].memory: nbytes[i.target] for i in self.inputs if i.target in nbytes}
         return self._plain(sizes, held, {})
 

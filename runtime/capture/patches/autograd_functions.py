@@ -127,7 +127,7 @@ def _replaced(
 
 
 def _kinds() -> list[Kind]:
-    """Return all Functions that exist, except PyTorch's own and those that have no backward under this name."""
+    """Return all Functions that exist, except PyTorch's and rematplan's own and those without a method ``backward``."""
     found, todo = [], list(Function.__subclasses__())
     while todo:
         kind = todo.pop()

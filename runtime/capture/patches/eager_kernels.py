@@ -163,8 +163,8 @@ def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
 
     def product(a: torch.Tensor, b: torch.Tensor) -> Any:
         large, small = (a, b) if a.dim() >= b.dim() else (b, a)
-        # It does not fold transposed matrices if the batch has one element and the other operand needs no
-        # gradient.
+        # Eager mode folds (batch, n, k) to (batch · n, k) also for a batch of one that is transposed, if the matrix
+        # needs no gradient. The traced decomposition does not.
         same = small.dim() > 2 or small.requires_grad or large.is_contiguous()
         return traced(a, b) if same else ATEN.matmul.default._op_dk(COMPOSITE, a, b)
 

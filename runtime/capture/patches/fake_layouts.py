@@ -318,7 +318,8 @@ def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_give
 
 
 def _described(leaf: Any, now: Callable[[Any], Any]) -> Any:
-    """Return what an argument's kernel chooses strides by."""
+    """Return what the strides of an op's results depend on in one argument: a tensor's shape, strides, type and device,
+    or another value with its type. ``now``: makes sizes integers."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf
     return now((tuple(leaf.shape), leaf.stride())), leaf.dtype, leaf.device

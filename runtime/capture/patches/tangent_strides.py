@@ -19,8 +19,8 @@ from rematplan.runtime.graph.compat import MemoryFormatMeta
 
 @contextmanager
 def tangents_strided_as_outputs() -> Iterator[None]:
-    """Inside the block and in this thread, trace an output's gradient with its strides, if sizes are symbolic and no
-    elements overlap."""
+    """Inside the block and in this thread, trace an output's gradient with the output's strides, if sizes are symbolic
+    and no elements overlap."""
     tracing, original = get_ident(), MemoryFormatMeta.from_tensor
 
     def from_tensor(t: torch.Tensor, *options: Any, **named: Any) -> Any:
