@@ -16,15 +16,19 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
     ``nodes``."""
     known = {id(one) for one in results}
     without: set[Any] = set()
+    objects = gc.get_objects()
+    # Of millions of objects, a few thousand types: what costs time for an object is done for its type.
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    kinds -= {FakeTensor, FunctionalTensor}  # garbage of a capture that failed
     found = [
         one
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.Tensor)
-        and not issubclass(type(one), (FakeTensor, FunctionalTensor))  # garbage of a capture that failed
+        for one in objects
+        if type(one) in kinds
         and id(one) not in known
         and one.grad_fn is not None
         and _reaches(one.grad_fn, nodes, without)
     ]
+    del objects  # it would count as a holder
     # Python objects of tensors that only an autograd graph has saved exist too, but nothing in Python refers to them.
     holders = [one for one in gc.get_referrers(*found) if one is not found] if found else []
     held = {id(one) for one in gc.get_referents(*holders)} if holders else set()

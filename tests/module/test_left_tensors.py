@@ -13,6 +13,7 @@ def test_left_tensors_are_found_next_to_those_of_a_capture_that_failed() -> None
     x = torch.ones(2, requires_grad=True)
     first = x * 2
     kept = {"feature": first.sin()}
-    found = left_tensors({first.grad_fn}, [first])
+    result = first.exp().sin()  # the exponential is held by the graph alone
+    found = left_tensors({first.grad_fn}, [first, result])
     assert [id(one) for one in found] == [id(kept["feature"])]
     assert type(of_capture) is FunctionalTensor

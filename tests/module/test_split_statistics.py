@@ -69,8 +69,15 @@ def measured(model: nn.Module, x: Tensor, **options: Any) -> tuple[rematplan.Sta
     return found.statistics(), peak + sum(t.nbytes for t in (x, *model.parameters())), found.plan.peak
 
 
-@pytest.mark.parametrize("more", [{}, {"diagonal_above": 20}, {"approx": "reduce"}, {"share": 0.5}])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("recurrent", {}),
+        ("recurrent", {"share": 0.5}),
+        ("windows", {}),
+        *(("pixels", more) for more in ({}, {"diagonal_above": 20}, {"approx": "reduce"})),
+    ],
+)
 def test_they_are_sums_over_parts(name: str, more: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kind, shape, split = CASES[name]
