@@ -140,9 +140,9 @@ class TrainingGraph:
         """A hash of the dependencies between ops, inverses and outputs, by positions instead of names.
 
         Tensors are numbered in the order in which ops write them, and ops by their position. The hash ignores names,
-        inputs, sizes, workspaces, costs, error models and ``never_rerun``. If two problems have the same hash, a
-        schedule of one, written with these numbers, is also valid for the other, unless it repeats an op that may run
-        only once in the other.
+        inputs, sizes, workspaces, costs, error models and ``never_rerun``. Between two problems of the same hash, a
+        schedule that is written with these numbers is valid for both. The exception: it repeats an op that may run only
+        once in one of them.
         """
         number = {t: i for i, t in enumerate(self.producer)}
         op_number = {o.name: i for i, o in enumerate(self.ops)}

@@ -69,7 +69,7 @@ class _SizeNodes:
 
     def node(self, of: fx.Node) -> fx.Node:
         """Return this half's node that computes the size of the joint graph's node ``of``; it is added if there is
-        none."""
+        none. `NotSymbolic` if the size is that of another tensor than an input."""
         of = self.of.get(of.meta["val"].node.expr, of)
         found = self.made.get(of.name)
         if found is None:

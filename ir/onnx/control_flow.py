@@ -102,7 +102,8 @@ class _Unrolling:
             EXPANSIONS[node.op](self, replace(node, inputs=inputs, outputs=outputs), bodies, names)
 
     def append(self, node: Node) -> None:
-        """Append a node without subgraphs, and record its outputs in ``known`` if they are small constants."""
+        """Append a node without subgraphs, and record its outputs in ``known`` if they are small constants.
+        `ModelError` above `MAX_NODES`."""
         if len(self.nodes) >= MAX_NODES:
             raise ModelError(
                 f"node {node.name!r}: its unrolled loops have more than {MAX_NODES} nodes, the most allowed"
@@ -169,7 +170,8 @@ class _Unrolling:
         return self.known[name]
 
     def scalar(self, node: Node, name: str, what: str) -> int:
-        """Return the value ``name`` as an integer. ``what``: its purpose, for messages."""
+        """Return the known value ``name`` as an integer; `ModelError` if it is none. ``what``: its purpose, for
+        messages."""
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
@@ -205,7 +207,8 @@ def _if(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping
 
 
 def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, outputs: int) -> Body:
-    """Return the subgraph in the attribute ``name`` of a node.
+    """Return the subgraph in the attribute ``name`` of a node; `ModelError` if it is missing, has another number of
+    inputs, or too few outputs.
 
     ``bodies``: the node's subgraphs by attribute.
     """

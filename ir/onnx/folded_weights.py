@@ -127,7 +127,8 @@ def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Write a tensor as a matrix of its distinct vectors along one axis, the axis for which the matrix is smallest."""
+    """Return the matrix of a tensor's distinct vectors along one axis, the row of each vector, and the axis, for which
+    the matrix is smallest. None if along no axis two vectors are equal."""
     best = None
     for axis, length in enumerate(values.shape):
         flat = np.moveaxis(values, axis, -1).reshape(-1, length)

@@ -59,8 +59,8 @@ def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False)
 
 
 LEAN_RATIO = 8
-"""With ``lean``, `partition_of` keeps a tensor of a boundary node that no later block reads only if it is at least this
-many times smaller than all tensors of the node that later blocks read."""
+"""Some tensors of a boundary node are read by no later block. With ``lean``, `partition_of` keeps them only if they are
+at least this many times smaller than all those of the node that later blocks read."""
 
 
 def _outer(ix: Indexed, view: ForwardGraph) -> list[list[tuple[int, int]]]:

@@ -100,9 +100,8 @@ def own_limit(inverse: Op) -> float:
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without inverses whose recovered tensors would exceed ``limit``, or each type's
-    `own_limit` if None. Exact inverses stay.
-    """
+    """Return the problem without inverses whose recovered tensors would exceed ``limit``, or each type's `own_limit` if
+    None. Exact inverses stay. `UsageError` unless ``limit`` is positive."""
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
     if not any(inverse.noise for inverse in graph.inverses):

@@ -214,7 +214,8 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Convert pairs (run, awaited run), by position in the plan, to `Needs`. The end waits for all runs."""
+    """Convert pairs (run, awaited run), by position in the plan, to `Needs`. The end waits for all runs. `ProblemError`
+    if a run is to wait for a later one or for one of its own lane."""
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
         if not (run in where.where and awaited in where.where and awaited < run):

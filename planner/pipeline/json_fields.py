@@ -13,7 +13,8 @@ Read = TypeVar("Read")
 
 
 def field_of(data: Any, name: str, read: Callable[[Any], Read]) -> Read:
-    """Return what ``read`` makes of a field of a JSON object."""
+    """Return what ``read`` makes of a field of a JSON object; `ProblemError` if the field is missing or ``read``
+    fails."""
     if name not in data:
         raise ProblemError(f"{name} is missing")
     return _at(name, read, data[name])
@@ -54,7 +55,7 @@ text = _of_type(str, "a text")
 
 
 def whole(value: object) -> int:
-    """Return a whole number from 0 to `LARGEST`."""
+    """Return ``value`` if it is a whole number from 0 to `LARGEST`; else raise `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{shown(value)} is not a whole number")
     number(value)
@@ -62,7 +63,7 @@ def whole(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """Return a number from 0 to `LARGEST`."""
+    """Return ``value`` if it is a number from 0 to `LARGEST`; else raise `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{shown(value)} is not a number")
     if not 0 <= value < LARGEST:

@@ -3,8 +3,8 @@
 A plan keeps K bytes between forward and backward, and has the peak T at all ops except the boundary. With a
 boundary workspace w its peak is max(T, K + w).
 
-Between plans (K₁, T₁) and (K₂, T₂), K₁ < K₂ and T₁ > T₂, a search with w = T₁ − K₂ finds a plan with K < K₂
-and T < T₁, if there is one (Bowman 1976).
+Take two plans (K₁, T₁) and (K₂, T₂) with K₁ < K₂ and T₁ > T₂. With w = T₁ − K₂, a plan has a peak below T₁ exactly if
+T < T₁ and K < K₂. So a search with this w looks for a plan between the two (Bowman 1976).
 """
 
 from __future__ import annotations

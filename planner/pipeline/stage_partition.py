@@ -41,9 +41,8 @@ class Partition:
 
 
 def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
-    """Return up to `MOST_PAIRS` undominated divisions into ``stages`` stages, by rising time of the slowest;
-    none if no division fits the budget.
-    """
+    """Return up to `MOST_PAIRS` undominated divisions into ``stages`` stages, by rising time of the slowest; none if no
+    division fits the budget. `UsageError` if the chain has too few places for cuts."""
     places = chain.allowed()
     if len(places) < stages - 1:
         tied = chain.label(next(iter(chain.whole))) if chain.whole else ""

@@ -174,7 +174,7 @@ class StagePlan:
 
 
 def stages_by_number(plans: Iterable[StagePlan]) -> dict[int, StagePlan]:
-    """Return the stage plans as a dict, keyed by the number of the stage (`StagePlan.stage`)."""
+    """Return the stage plans by the number of the stage (`StagePlan.stage`); `ProblemError` if two have the same."""
     found: dict[int, StagePlan] = {}
     for plan in plans:
         if plan.stage in found:

@@ -107,8 +107,8 @@ class Tracing:
             )
 
     def fixed(self) -> Found:
-        """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached
-        tensors of a trace."""
+        """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached tensors
+        of a trace; `NotCaptured` if that is impossible."""
         try:
             return self._with_clean_caches()
         except NoGradients:
@@ -147,7 +147,8 @@ class Tracing:
         return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
 
     def _captured(self, flat: FlatModel, record: Any) -> CapturedStep:
-        """Capture the step; a call without gradients that returns an object with hidden tensors may have some."""
+        """Capture the step. `NoGradients` if no output has a gradient, but `ModelError` if one may have: the forward
+        returns or keeps an object in which PyTorch does not see tensors."""
         try:
             return capture(flat, self.batch, self.name, self.model, record.values)
         except NoGradients as error:

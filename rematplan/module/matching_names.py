@@ -13,7 +13,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
-    """Compare two captured steps by position, ignoring the names of calls, values and storages."""
+    """Return, by the name of a call or value in ``step``, its name in ``other``; None if the steps differ in more than
+    names."""
     return _Comparison(step, other).names
 
 

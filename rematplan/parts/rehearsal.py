@@ -306,7 +306,8 @@ class Rehearsal:
         return found
 
     def _equal(self, part: nn.Module) -> EqualParts | None:
-        """Return the parts to which a module is equal, if it is called as they are."""
+        """Return the known parts to which a module is equal if its arguments are like theirs; None if there are
+        none."""
         with self._patches.away():
             state = guards.ModuleTree(part).state(part)
             function = function_of(Original(part, part.forward))

@@ -38,9 +38,8 @@ class FrozenStage:
 
 
 def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: StagePlace) -> FrozenStage:
-    """Run the forward of a stage without gradients once, and return the stage with its memory. Buffers and
-    random states do not change.
-    """
+    """Run the forward of a stage without gradients once, and return the stage with its memory; `ModelError` if it
+    fails. Buffers and random states do not change."""
     device = stage.device
     args, kwargs = pytree.tree_map(lambda one: _zeros(one, device), (stage.args, dict(stage.kwargs)))
     buffers = {name: one.clone() for name, one in stage.module.named_buffers()}

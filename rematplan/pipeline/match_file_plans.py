@@ -53,7 +53,8 @@ def captured_ops(
 
 
 def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
-    """Convert a pipeline file's plan of a stage into a plan of that stage as this process captured it."""
+    """Convert a pipeline file's plan of a stage into a plan of that stage as this process captured it; `ProblemError`
+    if the stages differ."""
     planned = {op.name for op in part.problem.graph.ops}
     others = [call.name for call in part.step.calls if call.name in planned]  # the graph may order them anew
     try:

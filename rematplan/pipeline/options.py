@@ -32,7 +32,8 @@ def parse_rank_budget(text: str) -> Budget:
 
 
 def parse_link(text: str | None) -> Link:
-    """Read a link from text such as ``25GB/s,5us``: bandwidth, latency or both. What is not stated takes no time."""
+    """Read a link from text such as ``25GB/s,5us``: bandwidth, latency or both, else `UsageError`. What is not stated
+    takes no time."""
     link = FREE_LINK
     for part in text.split(",") if text else ():
         speed, delay = _BANDWIDTH.fullmatch(part.strip()), _LATENCY.fullmatch(part.strip())

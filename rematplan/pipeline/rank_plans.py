@@ -122,7 +122,8 @@ def stated_rank_plan(
     budget: int,
     plans: Mapping[int, Mapping[str, Any]],
 ) -> RankPlan:
-    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans."""
+    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans; `UsageError` if a
+    stage has none."""
     mine = order.stage_of_rank[rank]
     if missing := [s for s in mine if s not in plans]:
         raise UsageError(
@@ -136,7 +137,8 @@ def stated_rank_plan(
 def measured_rank_plan(
     order: PipelineSchedule, rank: int, parts: Mapping[int, CapturedPart], budget: int, own: Sequence[Plan]
 ) -> RankPlan:
-    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``."""
+    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``;
+    `InfeasibleBudget` if the peak exceeds the budget."""
     figures = tuple(
         parts[s].problem.measured(plan) for s, plan in zip(order.stage_of_rank[rank], own, strict=True)
     )

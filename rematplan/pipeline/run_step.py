@@ -175,7 +175,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
 
 
 def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOptions) -> tuple[RankPlan, str]:
-    """Return plans for a rank's stages, and why they are not the file's; empty if they are."""
+    """Return plans for a rank's stages, and why they are not the file's; an empty text if they are."""
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
         if pipe.order.name in CHANNELS:

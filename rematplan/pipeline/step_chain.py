@@ -35,9 +35,8 @@ class NamedChain:
     """Bytes of the model's outputs for one micro-batch that the loss reads."""
 
     def positions(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """Return the position in the chain of each block that a name in ``cuts`` denotes: the name of its first
-        module or op.
-        """
+        """Return the position of the block that each name in ``cuts`` denotes: the name of its first module or op.
+        `UsageError` for an unknown name, or another order."""
         for name in cuts:
             if name not in self.names[1:]:
                 near = difflib.get_close_matches(name, self.names[1:], 3, 0.3) or list(self.names[1:4])

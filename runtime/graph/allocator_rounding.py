@@ -7,9 +7,9 @@ import torch
 GRAIN, SEGMENT, REST, LARGE, SHARE = 512, 2 << 20, 1 << 20, 10 << 20, 16
 """Constants of CUDA's caching allocator, in bytes except ``SHARE``. The allocator rounds each request up to a
 multiple of ``GRAIN``. For requests of ``LARGE`` bytes or more it reserves a multiple of ``SEGMENT`` from the
-device. If more than ``REST`` bytes are requested and a cached block would have at most ``REST`` bytes left
-over, it does not split the block, and counts the whole block as allocated. (In c10: ``kMinBlockSize``,
-``kMinLargeAlloc``, ``kRoundLarge`` and ``kSmallSize``.)
+device. For a request above ``REST`` bytes it does not split a cached block of which at most ``REST`` bytes would be
+left over: the whole block counts as allocated. (In c10: ``kMinBlockSize``, ``kMinLargeAlloc``, ``kRoundLarge`` and
+``kSmallSize``.)
 
 How many bytes of a block are left over depends on all earlier requests. The assumption is ``1 / SHARE`` of the block,
 more than was measured for any whole step.

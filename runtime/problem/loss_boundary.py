@@ -114,8 +114,10 @@ def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
 def _old_buffers(
     step: CapturedStep, graph: TrainingGraph, late: Set[str], renewing: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the bytes of copies of old buffers, from which ops may run again, and the ops that run once because
-    what else they make is no larger than such a copy."""
+    """Return the bytes of all copies of old buffers (as `OLD_BUFFERS`, or nothing), and ops that run once.
+
+    Ops that read an old buffer run again from its copy. If what they make is no larger than it, they run once instead.
+    """
     once, copied = list[str](), 0
     for t in step.renewed:
         readers = graph.readers.get(t, ())
