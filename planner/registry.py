@@ -35,7 +35,8 @@ SWITCHES = {"on": True, "off": False}
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """Return a strategy (an algorithm that chooses a plan) by its name, with options."""
+    """Return a strategy (an algorithm that chooses a plan) by its name, with options; `UsageError` for unknown ones. A
+    time limit is ignored by strategies that have none."""
     kind = STRATEGIES.get(name)
     if kind is None:
         raise UsageError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
@@ -53,7 +54,7 @@ def strategy(name: str, **options: object) -> Strategy:
 
 
 def checked(one: Strategy) -> Strategy:
-    """Return a strategy whose fields were stated in Python."""
+    """Return a strategy whose fields were stated in Python; `UsageError` if one has another type or range."""
     hints = typing.get_type_hints(type(one))
     for f in fields(one):
         kind, value = hints[f.name], getattr(one, f.name)

@@ -33,7 +33,12 @@ COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch'
 
 
 def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
-    """Load the forward graph of an ONNX file."""
+    """Load the forward graph of an ONNX file.
+
+    Raises:
+        ModelError: the file cannot be read, or has something that is not supported.
+        UsageError: ``dims`` names no dimension of an input, or has a size that is no positive integer.
+    """
     path = Path(path)
     draft = read_onnx(path)
     try:
@@ -43,7 +48,7 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
 
 
 def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph:
-    """Load the forward graph of an ONNX model in memory."""
+    """Load the forward graph of an ONNX model in memory; `ModelError` if that is impossible, as in `load_onnx`."""
     draft = read_proto(proto, Path("the model"))
     try:
         return _graph(draft, dict(dims or {}), AS_IS)

@@ -89,9 +89,8 @@ class StageProgram:
         return {j: float(v in self.repeats[k]) for (v, k), j in self.run.items()}
 
     def _upstream(self, k: int) -> tuple[int, ...]:
-        """Return up to ``depth`` ops nearest upstream of op k, ascending: over large tensors, and ops that
-        may run again.
-        """
+        """Return the ``depth`` ops nearest upstream of op k, or fewer, ascending. Only large tensors and ops that may
+        run again are followed."""
         found: dict[int, None] = {}
         once = set(self.graph.never_rerun)
         queue = [k]

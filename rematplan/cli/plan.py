@@ -47,7 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options ``--budget``, ``--strategy`` and ``-S`` to ``parser``. ``required``: whether ``--budget`` is."""
+    """Add the options of a search to ``parser``: budget, strategy, splits and kernels. ``required``: whether
+    ``--budget`` is."""
     parser.add_argument(
         "--budget",
         required=required,

@@ -121,7 +121,7 @@ class Runner:
         """Run the model and return its outputs, whose backward follows a plan; a step without a valid plan is
         captured and planned.
 
-        Without a plan run calls without gradients, and calls that another tracer traces.
+        Calls without gradients, and calls that another tracer traces, run without a plan (`state_if_planned`).
         """
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)

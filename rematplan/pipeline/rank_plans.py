@@ -80,7 +80,8 @@ def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> N
 
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, CapturedPart]) -> int:
-    """Convert a pipeline's budget for each rank to bytes."""
+    """Convert a pipeline's budget for each rank to bytes. A share is one of the largest peak of a rank without
+    recomputation."""
     if stated.kind == "bytes":
         return int(stated.amount)
     problems = {number: part.problem for number, part in parts.items()}

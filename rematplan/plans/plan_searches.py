@@ -42,7 +42,8 @@ def one_lane_plan(
 
 
 def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget) -> None:
-    """Store a plan of a problem, from a short search; `InfeasibleBudget` if that finds none."""
+    """Store a plan of a problem, from a short search; `InfeasibleBudget` if that finds none. Nothing happens for
+    another strategy than `Auto`, ``min``, ``least``, and a budget below the proven floor."""
     amount, chosen = fixed_bytes(budget), options.strategy
     if amount is None or not isinstance(chosen, Auto) or amount < min_peak_bound(graph).bytes:
         return

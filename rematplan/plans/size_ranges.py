@@ -72,12 +72,13 @@ def show_sizes(sizes: Sequence[int]) -> str:
 
 
 def _samples(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that are captured first: all if there are at most `EACH`, else eight, of which those between
-    differ in parity."""
+    """Return the sizes that are captured first: all if there are at most `EACH`, else eight, five of them at the
+    ends."""
     if len(sizes) <= EACH:
         return list(sizes)
     last = len(sizes) - 1
     middle = last // 2
+    # Where odd and even sizes have other ops or paddings, the quarter and the middle show both: their distance is odd.
     places = {0, 1, 2, last // 4, middle + (middle - last // 4 + 1) % 2, 3 * last // 4, last - 1, last}
     return [sizes[at] for at in sorted(places)]
 

@@ -227,7 +227,8 @@ class OpTape:
 
         Raises `ModelError` if it differs from the count that is expected.
         """
-        if not self.knows(tensor) or self._is_chance(tensor):  # a count of drawn numbers hardly returns
+        # A count of drawn numbers is another one in most calls.
+        if not self.knows(tensor) or self._is_chance(tensor):
             return None
         at, expected = sum(entry.counts for entry in self.entries), self.decisions.counts
         value = int(self._decided(of, (tensor,), {}))

@@ -363,7 +363,8 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container that has other content after the forward, at most one."""
+        """Return the change of a container that has other content after the forward; none if it was returned before,
+        for another name in ``aliases``. `ModelError` if its content must be compared but has too many entries."""
         uses = {
             use
             for alias in aliases
@@ -376,15 +377,12 @@ class PythonState:
         )
         alias = (direct or list(aliases))[0]
         namespace, names = self.namespaces[alias.at], {(one.at, one.name) for one in aliases}
-        how, items = "refill", None
+        how, items = "", None
         if uses and uses <= _WRITES | {FRESH} and direct:
             how, items = self._without_content(container, uses, direct)
-        if items is not None or how == "whole":
+        if how:
             self.unguarded |= names
-        elif alias.name in BOOKKEEPING:
-            how = "refill"
-        else:
-            how = "refill"
+        elif alias.name not in BOOKKEEPING:
             self.unguarded -= names
             self.guarded |= {(one.at, one.name) for one in known or [alias]}
             for one in known or [alias]:

@@ -57,7 +57,7 @@ class PlainAutograd:
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
-        """Return those of a captured step."""
+        """Return these ops of a captured step."""
         losses = frozenset(call.name for call in step.calls if isinstance(call.target, CrossEntropyBackward))
         masks = {
             step.values[mask].storage: step.values[result].fake.itemsize

@@ -98,8 +98,8 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
 
 
 def _source(use: StepUse, read: set[str], waits: set[str]) -> tuple[str | None, list[Call]]:
-    """Return the number from which the values ``read`` are computed, and the calls that do so; None if there is no
-    single one."""
+    """Return the tensor of one number from which the values ``read`` are computed, and the calls that do so; None if
+    there is no single one. ``waits``: all values that are computed from tangents."""
     one = next(iter(read), "")
     if len(read) == 1 and use.step.values[one].fake.numel() == 1:
         return one, []

@@ -389,7 +389,8 @@ class _Splitter(SumEmitter):
         self.whole.add(loss)
 
     def _rows(self, call: Call, region: SplitRegion) -> str:
-        """Emit the losses of all rows, negative again, and return their name."""
+        """Emit the losses of all rows, joined and with the opposite sign, and return their name. `_reduced` then
+        negates them, as scores."""
         shape = [int(n) for n in self.step.values[call.args[1].value].fake.shape]
         span = region.states[call.args[1].value]
         assert isinstance(span, AxisSpan)
