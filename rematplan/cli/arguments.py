@@ -49,12 +49,6 @@ def inversion_error(text: str) -> bool | float:
     return True if text == DEFAULT else positive_number(text)
 
 
-def splits(text: str) -> str | tuple[str, int]:
-    """Read a value of ``--split``: ``off``, ``auto``, or a module and a number of parts, such as ``lm_head=8``; else
-    `ArgumentTypeError`."""
-    return text if text in ("off", "auto") else dimension(text)
-
-
 def dimension(text: str) -> tuple[str, int]:
     """Read ``batch=8`` as ``("batch", 8)``, or raise `ArgumentTypeError`."""
     name, equals, size = text.rpartition("=")

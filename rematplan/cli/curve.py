@@ -19,12 +19,12 @@ from rematplan.cli.output import Output
 from rematplan.cli.problem_source import (
     Source,
     add_costs,
-    add_kernels,
     add_model,
     costs_of,
     is_problem,
     load,
 )
+from rematplan.cli.rewriting import add_rewriting, refuse_rewriting, rewriting_options, stated_rewriting
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
 from rematplan.ir.problem_json import write_whole
@@ -70,7 +70,10 @@ class TradeOff:
     source: Source
     """The problem."""
     base: Plan
-    """The plan without recomputation."""
+    """The plan without recomputation, and without splits."""
+    whole: int
+    """The bytes of the step's inputs (parameters, buffers, batch) and outputs (gradients). A budget such as ``50% of
+    activations`` includes them in full."""
     curves: Mapping[str, Sequence[Plan]]
     """By strategy, its plans by rising overhead and falling peak."""
     budgets: Sequence[Budget]
@@ -81,12 +84,6 @@ class TradeOff:
     """Of the plan without recomputation, then of other plans, last of plain autograd; empty without ``--measure``."""
     floors: tuple[tuple[int, float], ...] = ()
     """Pairs of a budget in bytes and the proven lower bound of the overhead within it; empty without ``--png``."""
-
-    @property
-    def whole(self) -> int:
-        """The bytes of the problem's inputs (parameters, buffers, batch) and outputs (gradients). A budget such as
-        ``50% of activations`` includes them in full."""
-        return whole_bytes(self.source.graph)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +111,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"run up to {MEASURED_PLANS} of the best plans on this machine, {ROUNDS} times each, alternately",
     )
-    add_kernels(parser)
+    add_rewriting(parser, curve=True)
     add_strategy_options(parser)
 
 
@@ -124,17 +121,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     check_outputs(args.png, args.csv)
     if args.measure and is_problem(args):
         raise UsageError("--measure needs a model, and a problem file does not contain one")
-    if args.kernels != "eager" and (is_problem(args) or spanned(args)):
-        raise UsageError("--kernels needs a model at one size")
+    if is_problem(args) or spanned(args):
+        refuse_rewriting(args, "needs a model at one size")
     if spanned(args):
         return draw_sizes(args, out)
     budgets = [parse_budget(text) for text in dict.fromkeys(args.budget or BUDGETS)]
     names = list(dict.fromkeys(args.strategy or STRATEGIES))
     strategies = several_strategies(names, strategy_options(args))
-    source = with_kernels(load(args, out, runs=args.measure), args, out)
+    opened = load(args, out, runs=args.measure)
+    source = rewritten(opened, args, budgets, out)
     if not (args.strategy or source.graph.inverses):
         del strategies[Reversible.name]  # without inverses it equals store_all
-    trade_off = trace(source, strategies, budgets, out)
+    unsplit = opened.graph if args.split else None
+    trade_off = trace(source, strategies, budgets, out, unsplit)
     if args.measure:
         trade_off = measure(trade_off, out)
     if args.png:
@@ -147,32 +146,44 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def with_kernels(source: Source, args: argparse.Namespace, out: Output) -> Source:
-    """Return the problem of the step with the kernels that the arguments state."""
-    if args.kernels == "eager":
+def rewritten(source: Source, args: argparse.Namespace, budgets: Sequence[Budget], out: Output) -> Source:
+    """Return the problem of the step with the splits and kernels that the arguments state."""
+    if not rewriting_options(args):
         return source
     from rematplan.plans.options import PlanOptions
     from rematplan.plans.planner import Planner
 
-    loaded = source.loaded
+    loaded, whole = source.loaded, whole_bytes(source.graph)
     assert loaded is not None
+    peak = no_recompute(source.graph).peak
+    lowest = min(budgets, key=lambda b: b.bytes(peak, lambda: 0, whole))
     options = PlanOptions(
-        budget="100%", costs=costs_of(args), inverses=args.inverses, refine=False, kernels=args.kernels
+        budget=lowest.text,
+        costs=costs_of(args),
+        inverses=args.inverses,
+        refine=False,
+        **stated_rewriting(args),
     )
     planner = Planner(options, named=loaded.named)
-    with out.progress(f"compiling kernels of {source.graph.name}") as progress:
-        changed = planner.rewritten(loaded.bare)
+    with out.progress(f"changing the ops of {source.graph.name}") as progress:
+        changed = planner.rewritten(loaded.bare, first=True)
         graph = planner.problem(changed.step, progress)
     loaded = replace(loaded, step=changed.step, inexact=bool(changed.notes))
     return Source(graph, loaded, (*source.notes, *changed.notes))
 
 
 def trace(
-    source: Source, strategies: Mapping[str, Strategy], budgets: Sequence[Budget], out: Output
+    source: Source,
+    strategies: Mapping[str, Strategy],
+    budgets: Sequence[Budget],
+    out: Output,
+    of: TrainingGraph | None = None,
 ) -> TradeOff:
-    """Return the trade-off curves of the strategies that have one for a problem; `UsageError` if none has."""
-    base = no_recompute(source.graph)
-    whole = whole_bytes(source.graph)
+    """Return the trade-off curves of the strategies that have one for a problem; `UsageError` if none has.
+
+    ``of``: the problem of which budgets are percentages; None: the same one.
+    """
+    base, whole = no_recompute(of or source.graph), whole_bytes(of or source.graph)
     amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]
     chosen = strategies if infer_phases(source.graph).has_phases else _without_blocks(strategies)
     with out.progress(f"planning {source.graph.name}") as progress:
@@ -194,7 +205,7 @@ def trace(
     for name, searcher in searching[:1]:
         with out.progress(f"filling the curve of {source.graph.name}") as progress:
             curves[name] = pareto([*curves[name], *_between(source.graph, searcher, curves[name], progress)])
-    return TradeOff(source, base, curves, budgets, (*source.notes, *notes))
+    return TradeOff(source, base, whole, curves, budgets, (*source.notes, *notes))
 
 
 def _between(
@@ -210,7 +221,8 @@ def _between(
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
     """Return the trade-off with proven lower bounds of the overhead at `FLOORS` + 1 evenly spaced budgets."""
-    graph, base = trade_off.source.graph, trade_off.base.estimate.peak
+    graph = trade_off.source.graph
+    base = no_recompute(graph).peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)
     budgets = [base - (base - least) * k // FLOORS for k in range(FLOORS + 1)]
     limits = [s.time_limit for s in strategies.values() if isinstance(s, (Auto, Anneal))]
@@ -231,7 +243,10 @@ def measure(trade_off: TradeOff, out: Output) -> TradeOff:
     loaded = trade_off.source.loaded
     assert loaded is not None
     best = pareto(p for plans in trade_off.curves.values() for p in plans)
-    chosen = [trade_off.base, *(p for p in spread(best, MEASURED_PLANS) if p.estimate.reruns)]
+    chosen = [
+        no_recompute(trade_off.source.graph),
+        *(p for p in spread(best, MEASURED_PLANS) if p.estimate.reruns),
+    ]
     with out.progress("running plans") as progress:
         measured = api.measure_plans(loaded, chosen, rounds=ROUNDS, progress=progress)
     return replace(trade_off, measured=measured)

@@ -10,17 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import (
-    add_strategy_options,
-    check_outputs,
-    one_strategy,
-    splits,
-    strategy_options,
-)
+from rematplan.cli.arguments import add_strategy_options, check_outputs, one_strategy, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import Source, add_costs, add_kernels, add_model, costs_of, load
+from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load
+from rematplan.cli.rewriting import add_rewriting, refuse_rewriting, stated_rewriting
 from rematplan.cli.size_range import plan_sizes, spanned
-from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, save_problem
+from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
 from rematplan.planner.core.schedule import runs_of
@@ -63,17 +58,7 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         metavar="NAME",
         help=f"one of {', '.join(STRATEGIES)} (see below); default auto",
     )
-    parser.add_argument(
-        "--split",
-        type=splits,
-        action="append",
-        default=[],
-        metavar="WHAT",
-        help="split ops along rows, so that only parts of large tensors exist at a time: auto chooses what, and into "
-        "how many parts; or a module and a number of parts, such as lm_head=8 or loss=8, which may be repeated; off "
-        "(default) splits nothing. Gradients of weights in what is split are sums over parts, and differ by rounding",
-    )
-    add_kernels(parser)
+    add_rewriting(parser)
     add_strategy_options(parser)
 
 
@@ -85,8 +70,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
     if spanned(args):
-        for name in [f"--{name}" for name, stated in _rewrites(args).items() if stated]:
-            raise UsageError(f"{name} cannot be combined with a range of sizes; state one size")
+        refuse_rewriting(args, "cannot be combined with a range of sizes; state one size")
         return plan_sizes(args, out)
     opened = source = load(args, out)
     if args.problem_out:
@@ -136,8 +120,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
     if source.loaded is None:
-        for name in [f"--{name}" for name, stated in _rewrites(args).items() if stated]:
-            raise UsageError(f"{name} needs a model; the ops of a problem file cannot be run")
+        refuse_rewriting(args, "needs a model; the ops of a problem file cannot be run")
         strategy, budget = one_strategy(args), parse_budget(stated)
         with asking, out.progress(f"planning {graph.name}") as progress:
             if budget.is_lean:
@@ -166,7 +149,7 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
 
 def plan_options(args: argparse.Namespace) -> PlanOptions:
     """Return the options of planning that the arguments state."""
-    from rematplan.plans.options import RAISE, PlanOptions, SavedPlan, stated_splits
+    from rematplan.plans.options import RAISE, PlanOptions, SavedPlan
 
     strategy: Strategy = one_strategy(args)  # refuses an option that the strategy does not have
     if getattr(args, "plan", None):
@@ -179,24 +162,8 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         inverses=args.inverses,
         on_infeasible=RAISE,
         refine=False,
-        split=stated_splits(_splits(args)),
-        kernels=getattr(args, "kernels", "eager"),
+        **stated_rewriting(args),
     )
-
-
-def _rewrites(args: argparse.Namespace) -> dict[str, bool]:
-    """Return, by option, whether the arguments ask for other ops than those of eager mode."""
-    return {"split": bool(args.split), "kernels": args.kernels != "eager"}
-
-
-def _splits(args: argparse.Namespace) -> object:
-    """Return what ``--split`` states in the form that `plan_module` takes; `UsageError` for a mixture of modules and
-    words."""
-    stated = getattr(args, "split", [])
-    named = [one for one in stated if not isinstance(one, str)]
-    if len(named) < len(stated) and len(stated) > 1:
-        raise UsageError("--split: state auto or off alone, or modules only")
-    return dict(named) or (stated[0] if stated else "off")
 
 
 @contextmanager

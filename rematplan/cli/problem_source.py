@@ -92,17 +92,6 @@ def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bo
     )
 
 
-def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--kernels`` to ``parser``."""
-    parser.add_argument(
-        "--kernels",
-        default="eager",
-        metavar="KIND",
-        help="eager (default), or fused: Inductor compiles one kernel for several neighbouring ops, between matrix "
-        "products, convolutions and attention. Results differ by rounding",
-    )
-
-
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options ``--inverses`` and ``--costs`` to ``parser``."""
     parser.add_argument(
