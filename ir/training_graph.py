@@ -203,6 +203,8 @@ def check(graph: TrainingGraph) -> None:
 
 
 def _check_order(graph: TrainingGraph) -> set[str]:
+    """Refuse ops that read what is not written before, or write a tensor twice. Return all inputs and written
+    tensors."""
     inputs = set(graph.inputs)
     written = set(inputs)
     later = {t: o.name for o in graph.ops for t in o.writes}

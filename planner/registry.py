@@ -66,6 +66,7 @@ def checked(one: Strategy) -> Strategy:
 
 
 def _fit(name: str, option: str, value: object, kind: Any) -> object:
+    """Return an option's value, read from text if necessary; `UsageError` for another type, or a value out of range."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

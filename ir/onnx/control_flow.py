@@ -222,6 +222,7 @@ def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, output
 
 
 def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
+    """Unroll a Loop: its body runs as long as its known condition and count say; its further results are stacked."""
     count, condition, *states = (*node.inputs, "", "")[: max(2, len(node.inputs))]
     made = max(len(node.outputs), len(states))
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
@@ -259,6 +260,7 @@ def _finish(
 
 
 def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
+    """Unroll a Scan: its body runs once for each slice of the scanned inputs; its further results are stacked."""
     if node.version < 9:
         raise ModelError(f"node {node.name!r}: Scan of opset {node.version} is not supported")
     scanned = int(node.attributes.get("num_scan_inputs", 0))  # type: ignore[arg-type]

@@ -58,6 +58,7 @@ def check_tensors(proto: onnx.ModelProto) -> None:
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:
+    """Refuse a tensor whose data have another size than its shape and type say."""
     what = f"tensor {tensor.name!r}"
     if any(d < 0 for d in tensor.dims):
         raise ModelError(f"{what} has a negative dimension")

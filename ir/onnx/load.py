@@ -57,6 +57,7 @@ def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph
 
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
+    """Return the graph of a file in the stated form, with the given sizes, without control flow and dead nodes."""
     declared, dims, batch = with_batch(draft.inputs, dims)
     inputs, bound = bound_inputs(declared, dims)
     draft, unrolled = without_subgraphs(replace(draft, nodes=_sorted(draft)), inputs, bound)
@@ -280,6 +281,8 @@ def _promoted(weight: Weight, used: roles.Uses) -> Weight:
 
 
 def _notes(draft: Draft, weights: Sequence[Weight], nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return what a person should know about a file: signs of an inference export, and weights that are not what they
+    seem."""
     kinds = Counter(n.op for n in nodes)
     biased = sum(1 for n in nodes if n.op == "Conv" and len(n.inputs) > 2 and n.inputs[2])
     frozen = sum(1 for n in nodes if n.op == "BatchNormalization" and not roles.trains_statistics(n))

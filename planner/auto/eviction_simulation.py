@@ -94,6 +94,8 @@ def tables_of(graph: TrainingGraph) -> Tables:
 
 
 def _build(graph: TrainingGraph) -> Tables:
+    """Return the tables of a problem. An op that may run only once counts its results as used until what the forward
+    computes from them is used last."""
     ops, inputs, once = needed_ops(graph), set(graph.inputs), set(graph.never_rerun)
     written = [t for op in ops for t in op.writes]
     number = {t: k for k, t in enumerate(written)}

@@ -166,6 +166,8 @@ def solve(units: Units, alike: Intervals) -> Table:
 
 @kernel
 def _fill(u: Units, alike: Intervals) -> Floats:
+    """Return the table of costs: for each interval, shorter ones first, the least over saving its first block and
+    passing to each later one."""
     table = np.full((len(alike.first), u.room + 1), np.inf, dtype=np.float32)
     for row in range(len(table)):
         i, j = alike.first[row]
@@ -214,6 +216,8 @@ def _pass_cost(u: Units, i: int, s: int) -> float:
 
 @kernel
 def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> Ints:
+    """Return the cheapest steps for ``room`` units, by finding again the choice that `_fill` made for each interval;
+    empty if there are more than ``most``."""
     steps = np.empty(most, dtype=np.int64)
     done = 0
     todo = [(0, len(u.cost) - 1, room)]  # intervals to solve, the next one last; (k, k, 0) is stage k

@@ -109,6 +109,8 @@ class PipelineSchedule:
             self._check(rank, actions, stages)
 
     def _check(self, rank: int, actions: RankActions, stages: tuple[int, ...]) -> None:
+        """Refuse actions unless each micro-batch runs F alone, F and B, or F, I and W, in this order, in each of the
+        stages."""
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind

@@ -272,6 +272,8 @@ class PipelineSearch:
         return RankSearch(problems, actions, budget, self.planner, seconds, starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
+        """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the other
+        ranks."""
         searched = enumerate(self._rank_plans(cuts, self._left))
         known = {rank: plan for rank, plan in searched if isinstance(plan, RankPlan)}
         share = self.seconds / self.schedule.ranks

@@ -191,7 +191,9 @@ class StageProblem:
 
 
 def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
+    """Return what `StageProblem.measured` says. Series have a number for each step of the schedule."""
     graph, schedule = problem.graph, plan.schedule
+    # Without inputs. In the first backward, gradients stay that later ones add to earlier ones and free.
     beyond = [bytes_ - graph.input_bytes for bytes_ in problem.resident(schedule)]
     first = [own + left for own, left in zip(beyond, _freed_gradients(problem, schedule), strict=True)]
     if problem.waiting is not None:

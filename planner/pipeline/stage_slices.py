@@ -121,6 +121,8 @@ class _Builder:
         self.late = late_ops(piece) if split else frozenset()
 
     def problem(self, template: StagePlan) -> StageProblem:
+        """Return the stage's planning problem for one micro-batch, with ops for messages and for the moments between
+        its halves."""
         ix, piece = self.ix, self.piece
         name = ix.tensors.__getitem__
         inputs = [name(t) for t in piece.chain.inputs_of(piece.start, piece.end)]
@@ -262,6 +264,8 @@ class _Builder:
         return [op.name for op in ops if op.name in (BOUNDARY, WEIGHTS) and op.name not in read]
 
     def _ops(self) -> tuple[Op, ...]:
+        """Return the ops of the step and those for messages, with a boundary between forward and backward, and one
+        between I and W if the backward is split."""
         graph, marks = self.graph, self._marks()
         of = {t: mark for mark, t in marks.items()}
         rows = {o: graph.ops[o] for o in self.piece.ops}

@@ -249,6 +249,7 @@ def _of_op(found: Sequence[FirstDifference], names: tuple[str, ...], error: floa
 
 
 def _buffers(model: nn.Module, found: Sequence[Difference]) -> Iterator[Fault]:
+    """Yield a fault for the buffers of batch norms that differ, and one for other buffers."""
     modules = dict(model.named_modules())
     norms = {True: [], False: []}  # type: dict[bool, list[Difference]]
     for d in found:

@@ -135,6 +135,8 @@ def _results(
     before: Mapping[str, torch.Tensor],
     firings: Mapping[str, int],
 ) -> Results:
+    """Return what a step leaves behind: loss, gradients, changed parameters, buffers, attributes, random states, and
+    how often hooks ran."""
     tensors = {"loss": loss}
     for kind, named in (
         ("gradient", step.models[-1].named_parameters()),

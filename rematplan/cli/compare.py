@@ -99,6 +99,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _rivals(
     plain: Source, inverted: Source, budget: int, auto: Strategy, progress: Progress
 ) -> Iterator[PlannedRival]:
+    """Yield the plans that are compared: without inverses and, if some inverse rounds, with them."""
     base = plain.graph.base_cost
 
     def rival(name: str, source: Source, plan: Plan) -> PlannedRival:

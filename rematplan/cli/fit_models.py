@@ -69,6 +69,8 @@ def _loaded(name: str, vary: str, dims: Dims, asked: Question, loss: str | None)
 
 
 def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
+    """Return the model that a function of the user makes from sizes; `UsageError` if a stated size is no parameter of
+    it."""
     function = user_function(name)
     parameters = inspect.signature(function).parameters
     if unknown := [d for d in (vary, *dims) if d not in parameters and d != BATCH]:
@@ -107,6 +109,8 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
 
 
 def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
+    """Return a model of timm for any batch or image size; `UsageError` for another size, or a name that timm does not
+    know."""
     try:
         timm: Any = importlib.import_module("timm")
     except ImportError:
@@ -180,6 +184,8 @@ def _like(t: torch.Tensor, leading: Sequence[int], batch: int | None) -> torch.T
 
 
 def _hugging_face(path: Path, vary: str, dims: Dims, asked: Question) -> SizedModel:
+    """Return the model that a configuration file of transformers describes, for any size of ``vary``; `UsageError` for
+    an unknown architecture or size."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:

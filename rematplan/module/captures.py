@@ -159,6 +159,8 @@ class Captures:
         planner: Planner,
         arrived: frozenset[str],
     ) -> CacheEntry:
+        """Plan a captured forward, and return its cache entry. Plans that serve other sizes are learned for its open
+        shapes."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]

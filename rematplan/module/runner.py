@@ -360,6 +360,7 @@ class Runner:
         state: guards.ModuleState,
         assumed: tuple[bool, ...] = (),
     ) -> CacheEntry:
+        """Return the valid plan for a call, which is captured and planned now if there is none."""
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in state.attributes
         ):

@@ -150,6 +150,7 @@ def _sum(weights: Iterable[Any], groups: Mapping[Any, Any]) -> _Bytes:
 
 
 def _bytes(weight: Any, group: Any) -> _Bytes:
+    """Return what FSDP2 allocates for one weight of a group."""
     ranks, device, own = getattr(group.mesh_info, "shard_mesh_size", 1), weight.device, weight.sharded_param
     shard, kept = int(weight.padded_sharded_param_size.numel()), gathered_type(weight)
     asked = getattr(weight, "reduce_dtype", weight.mp_policy.reduce_dtype) or own.dtype

@@ -184,6 +184,8 @@ class PlannedParts:
         return self.last.plan
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
+        """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
+        `ModelError` if no part is left, or a stated one is unfit."""
         model, unfit = original.model, self.unfit
         self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
         check_weights(model, self.parts if self.error is None else ())

@@ -220,6 +220,8 @@ class Rehearsal:
             torch.clear_autocast_cache()  # it keeps tensors of this forward
 
     def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
+        """Run the model forwards and backwards with placeholders in its parts' places, and return what the rest holds
+        around each."""
         live = self._live
         with torch.enable_grad(), live, self._substitutes:
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
@@ -385,6 +387,8 @@ class Rehearsal:
     def _placed(
         self, group: EqualParts, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run a part's forward without a graph, and return its results with a placeholder node as theirs. Its backward
+        is recorded as an event."""
         call = len(self._calls) - 1
         self._event("F", call)
         structure: list[Any] = []

@@ -168,6 +168,8 @@ def _figure(x: str, y: str, height: int = 420) -> Any:
 
 
 def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
+    """Return the diagram of the memory over time: the plan's bytes by kind, the step without recomputation, the
+    budget."""
     plan = subject.plan
     unit, scale = unit_of(max(base.peak, plan.peak))
     figure = _figure("time (ms)", unit, 480)
@@ -308,6 +310,7 @@ def _bars(laned: Laned, found: Replay, times: Sequence[tuple[float, float]], aga
 
 
 def _trade_off(subject: Subject, base: Plan) -> Any:
+    """Return the diagram of overhead against peak: the plan, the step without recomputation, other plans."""
     unit, scale = unit_of(base.peak)
     figure = _figure(f"peak ({unit})", "overhead (%)")
     groups = {

@@ -56,6 +56,8 @@ def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, bud
 def _searched(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
+    """Return a plan of a problem: one on disk that needs no search, or one that is found at once and refined later,
+    else that of a search."""
     amount, chosen = fixed_bytes(budget), options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)

@@ -176,6 +176,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _traced(request: TraceRequest) -> Traced:
+    """Trace forward and backward under all changes of PyTorch that a capture needs, and read the traced graph."""
     decisions, symbols = request.decisions, request.symbols
     mode = TrueLayouts(symbols)
     with (

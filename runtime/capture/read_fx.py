@@ -176,6 +176,7 @@ class _Reader:
         self.inputs.append(StepInput("constant", node.name, node.name))
 
     def _call(self, node: fx.Node) -> None:
+        """Append the call of a node, unless it is none; `ModelError` if it cannot be planned."""
         if self._is_no_call(node):
             return
         _check_plannable(node)

@@ -67,6 +67,7 @@ def device_model(name: str) -> DeviceModel:
 
 
 def _model_of_file(path: str) -> DeviceModel:
+    """Return the device model in a JSON file; `UsageError` unless it has all numbers, above zero."""
     data = stated_json(path)
     fields = data if isinstance(data, dict) else {}
     flops = fields.get("flops")

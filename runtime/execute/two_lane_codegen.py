@@ -137,6 +137,8 @@ class LaneWriter(Writer):
         return _Stretch(where, copies, needs)
 
     def _write(self, here: _Stretch) -> None:
+        """Write the code of one stretch of the schedule: of the main lane, and of a function for the recovery lane if
+        that has runs."""
         for copy in filter(Copy.crosses, here.copies):
             for runs, last in zip(here.where.lanes, copy.last, strict=True):
                 # A tensor that both lanes read must not be overwritten in place.

@@ -183,6 +183,8 @@ class Regions:
         return list(found.values())
 
     def _region(self, names: Group, again: frozenset[str]) -> Region:
+        """Return the region of a group: its ops with the views and factories that they read, and ops that the kernel
+        runs ``again``."""
         inside, calls, inputs = set(names), dict[str, Call](), dict[str, None]()
         stack = [self.step.call[name] for name in reversed(names)]
         backward = stack[0].backward

@@ -82,6 +82,8 @@ def use_of(code: CodeType, offset: int, name: str) -> str:
 
 
 def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
+    """Return how code uses a loaded value, by following it through the instructions ``rest``: `READ` unless it is
+    surely only stored or counted."""
     for i in rest:
         name = i.opname
         if name in _NOTHING:

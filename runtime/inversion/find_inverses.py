@@ -127,6 +127,8 @@ def _split(step: CapturedStep, leave: set[str]) -> SplitStep:
 def _with_inverses(
     step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool, own_seeds: bool = False
 ) -> Invertible:
+    """Return the step with the inverses that recover a tensor of the forward, and why others were refused. ``exact``:
+    without those that round."""
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []
@@ -191,6 +193,7 @@ def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]
 
 
 def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: int) -> Call:
+    """Return the call that recomputes a storage by these rules, each of which fills a part of it."""
     fake = step.values[base].fake
     fills = tuple(
         Fill(

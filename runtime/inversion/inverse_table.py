@@ -59,6 +59,7 @@ def _sum(sign: int) -> Row:
 
 
 def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
+    """Yield the rules that undo y = first ± alpha · second for either term. ``sign``: 1 or −1."""
     y = result(call, facts)
     if fits(first, y, facts):
         gain = _gain_of_term(first, facts)

@@ -163,6 +163,7 @@ class _Parter:
                 start += fake.shape[dim]
 
     def _copy_out(self, apart: _Apart, one: Band, name: str) -> None:
+        """Add calls that copy a part out of its storage, as a contiguous tensor."""
         base = apart.base
         while name in self.step.call or name in self.values:
             name += "_"
@@ -174,12 +175,11 @@ class _Parter:
             single_call(
                 strip, aten.as_strided.default, (Ref(base.name), size, stride, one.start), is_view=True
             ),
-            single_call(name, aten.clone.default, (Ref(strip),)),
+            single_call(name, aten.clone.default, (Ref(strip),), {"memory_format": torch.contiguous_format}),
         ]
         apart.values[strip] = Value(strip, base.storage, strip, view)
         with torch.no_grad():
             apart.values[name] = Value(name, name, name, view.clone(memory_format=torch.contiguous_format))
-        apart.copies[-1] = replace(apart.copies[-1], kwargs={"memory_format": torch.contiguous_format})
         apart.sources[one] = name
         apart.copied.append(name)
 

@@ -141,6 +141,8 @@ class _Followed:
                 self._follow(call)
 
     def _follow(self, call: Call) -> None:
+        """Run a call on fake tensors of the other layout, and record what it copies and by how much its results are
+        larger."""
         fakes = {name: self.step.values[name].fake for name in call.operands}
         if not call.is_view:
             self.read[call.name] = sum(

@@ -169,6 +169,8 @@ class _Pass:
     def _sums(
         self, weight: Weight, block: Block, at: int, backwards: list[SecondBackward], terms: int
     ) -> Sums:
+        """Add the sums of a weight's block over all its uses, of inputs and of gradients, to the step, and return their
+        names and sizes."""
         a_value: str | None = None
         g_value: str | None = None
         a_key: list[object] = []

@@ -118,6 +118,7 @@ def _matrix_rows(
 
 
 def _convolution(call: Call, step: CapturedStep) -> Product | None:
+    """Return the product for the gradient of a convolution's weight; None if the call does not compute it."""
     gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = call.args
     if not mask[1]:
         return None

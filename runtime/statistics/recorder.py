@@ -253,6 +253,7 @@ class Recorder:
         self._samples = 0
 
     def _add(self, of: StatisticsStep, found: Mapping[str, Tensor | None]) -> None:
+        """Add the statistics of one backward to those of earlier ones. Layers without a gradient count as skipped."""
         self._samples += of.terms
         self._skipped |= of.skipped
         new = {}

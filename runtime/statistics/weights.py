@@ -277,6 +277,7 @@ class Weights:
         return _tensor_key(self.step, call.args[0].value, fake, kept)
 
     def _belongs(self, weight: Weight, keys: list[tuple[Region | None, BiasKey]]) -> bool:
+        """Return whether the products of a bias are those of a weight: as many, and each with a counterpart."""
         wanted: list[set[BiasKey]] = []
         for block in weight.blocks:
             for use in block.uses:

@@ -195,6 +195,8 @@ class TrueLayouts(FakeTensorMode):
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        """Return an op's results as fake tensors with the strides that its kernel gives them. Where fake tensors may
+        differ, the op runs on real ones."""
         try:
             result = self._shaped(func, args)
             if result is None and func in WHOLE_STORAGES:

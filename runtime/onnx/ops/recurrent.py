@@ -168,6 +168,7 @@ LSTM = Kind(4, 2, ("Sigmoid", "Tanh", "Tanh"), _lstm_step)
 
 
 def _run(node: Node, kind: Kind, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Run a recurrent op in each of its directions. Return all outputs and the last states, as ONNX orders them."""
     absent: list[Tensor | None] = [None] * (8 - len(inputs))
     x, w, r, b, lengths, *states = [*inputs, *absent]
     assert x is not None
