@@ -34,9 +34,8 @@ def runs_of(schedule: Iterable[Step]) -> list[str]:
 
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
-    """Return the schedule of ``runs`` (names) that frees each tensor right after its last read, outputs
-    never. No other frees have a lower peak.
-    """
+    """Return the schedule of ``runs`` (names) that frees each tensor as soon as it is not read again before it is next
+    written. Outputs stay at the end. No other frees have a lower peak."""
     inputs = set(graph.inputs)
     # One backward scan. A result that nothing reads is freed right after its run.
     wanted = set(graph.outputs)  # tensors whose next event, looking forward from here, is a read

@@ -122,12 +122,13 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
     none is found.
     """
     value, outputs = demands.tables.value, demands.large_of(demands.outputs)
-    stuck = value.copy()
-    forward_only = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)
+    before = value.copy()
+    of_backward = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)
     for limit in NEAR_LEAST.descents:
-        value[forward_only] = NEVER
+        # The first descent ends with demands for tensors of the forward alone.
+        value[of_backward] = NEVER
         first = descend_by_groups(demands.tables, outputs, level, limit, effort)
-        value[:] = stuck
+        value[:] = before
         if first.peak_of_actions > level:
             break
         rest = descend_by_groups(demands.tables, first.rest, level, limit, effort)

@@ -73,5 +73,6 @@ def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
 
     ``hop``: the time of a message ÷ the time of a stage's forward and backward.
     """
-    # The pipeline fills and drains once per step.
+    # A rank's forward and backward of a micro-batch take 1 unit. The last rank gets the first micro-batch after P − 1
+    # forwards and hops of others, and P − 1 backwards and hops follow its last backward. Each rank works for M units.
     return microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop))

@@ -114,6 +114,7 @@ class _Ours:
     def __get__(self, planned: Any, kind: type | None = None) -> Any:
         if planned is None:
             return self
+        # Plain attributes come before this descriptor, but nn.Module finds these three kinds only after it.
         for held in ("_parameters", "_buffers", "_modules"):
             if self.name in planned.__dict__[held]:
                 return planned.__dict__[held][self.name]

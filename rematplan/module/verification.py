@@ -30,7 +30,8 @@ class Difference:
     name: str
     """The result, such as ``gradient NAME``."""
     absolute: float
-    """The largest absolute difference of an element; infinite if only one of the steps has the result."""
+    """The largest absolute difference of an element; infinite if only one of the steps has the result, or the shapes
+    differ."""
     relative: float
     """The L2 norm of the difference divided by that of the result in plain autograd; infinite like ``absolute``.
 
@@ -107,16 +108,14 @@ def verify(
 def tensor_differences(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return the tensors that differ between two runs by a bit, by name, or are in one only. Gradients' names begin
-    with ``gradient``."""
+    """Return what differs between the tensors of two runs, by at least a bit, or because one run lacks it. Gradients'
+    names begin with ``gradient``."""
     gradients = [_wide(t).norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []
     for name in dict.fromkeys((*expected, *found)):
         a, b = expected.get(name), found.get(name)
-        if a is None or b is None:
-            differences.append(Difference(name, float("inf"), float("inf")))
-        elif a.shape != b.shape:
+        if a is None or b is None or a.shape != b.shape:
             differences.append(Difference(name, math.inf, math.inf))
         elif not same_bits(a, b):
             distance = (_wide(a) - _wide(b)).abs()

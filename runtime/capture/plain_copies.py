@@ -18,8 +18,8 @@ COPY = torch.ops.aten.copy.default
 
 
 def with_plain_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step without copies that equal their source to the last stride. A scatter takes the source of any
-    other copy."""
+    """Return the step without copies that equal their source to the last stride. A scatter reads the source of a copy
+    with other strides only."""
     source, renamed, moved = dict[str, str](), dict[str, str](), dict[str, str]()
     calls = []
     for call in step.calls:

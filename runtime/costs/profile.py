@@ -66,7 +66,8 @@ def profile_costs(
     """Return the costs of a step's calls and inverses, without views, measured here unless cached; collectives are
     modelled.
 
-    A busy machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both.
+    ``cache``: the folder, by default the user's. ``only``: the names of the calls in question; None: all. A busy
+    machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both.
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}

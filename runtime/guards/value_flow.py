@@ -158,7 +158,8 @@ def _apply(i: dis.Instruction, stack: list[str]) -> bool:
 
 
 def _combined(stack: list[str]) -> bool:
-    """Apply a binary operation. A number on its right is followed only if the left is a constant."""
+    """Apply a binary operation, and return whether the value can be followed: on the right only if the left is a
+    constant or the value too."""
     right, left = stack.pop(), stack.pop()
     # A tensor on the left would not say that it reads the number.
     stack.append(_VALUE if _VALUE in (left, right) else _OTHER)

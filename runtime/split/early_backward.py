@@ -124,7 +124,8 @@ def _following(use: StepUse, values: set[str], inside: set[str]) -> set[str]:
 
 
 def _is_part(use: StepUse, region: SplitRegion, value: str) -> bool:
-    """Return whether a call of the region reads its own part of a value only, which the region makes."""
+    """Return whether calls of the region read a value in parts: it has the axis, and the region makes it or what it is
+    a view of."""
     while (call := use.maker.get(value)) is not None and isinstance(region.states.get(value), AxisSpan):
         if not call.is_view:
             return call.name in region.calls
