@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import BatchSizeFinder
 from torch import nn
 
 from rematplan.integrations.tested import warn_if_untested
@@ -29,6 +28,9 @@ TESTED = ("2.6",)
 class RematplanCallback(Callback):  # type: ignore[misc]
     """Plan the network inside of a LightningModule in place when training begins (`rematplan.apply`), the trainer's
     optimizers included in the budget.
+
+    Lightning clears gradients between a step's forward and its backward, so the budget counts those of the step
+    before, too.
 
     ``Trainer(callbacks=[RematplanCallback(budget="8GiB")])``. The loss, ``self.log`` and what else
     ``training_step`` does stay outside of the plan. The first training step makes the plan. The network stays planned
@@ -58,7 +60,8 @@ class RematplanCallback(Callback):  # type: ignore[misc]
         """Refuse a trainer that tries batch sizes, since these trials run without a plan; warn of untested versions."""
         del pl_module, stage
         warn_if_untested("pytorch-lightning", TESTED)
-        if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks):
+        kinds = {kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__}
+        if "BatchSizeFinder" in kinds:  # of pytorch_lightning or of lightning
             raise UsageError(
                 "BatchSizeFinder tries batches without callbacks, so without a plan; state the batch size, and "
                 "lower it if the budget is refused"
@@ -66,9 +69,8 @@ class RematplanCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan the network in place."""
-        part = _only_network(pl_module) if self.module is None else part_of(pl_module, self.module)
-        sums = [GRADIENTS] * (trainer.accumulate_grad_batches > 1)
-        trained = {"reserved": [*plain_optimizers(trainer.optimizers), *sums]}
+        part = part_of(pl_module, _only_network(pl_module) if self.module is None else self.module)
+        trained = {"reserved": [*plain_optimizers(trainer.optimizers), GRADIENTS]}
         self.unseen = apply(part, self.budget, **trained | self.options)
 
     def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
@@ -78,16 +80,16 @@ class RematplanCallback(Callback):  # type: ignore[misc]
             warn_if_not_called(part)
 
 
-def _only_network(model: nn.Module) -> nn.Module:
-    """Return the only direct submodule with trainable parameters; `UsageError` if there is none or several."""
-    trained = {
-        name: child
+def _only_network(model: nn.Module) -> str:
+    """Return the name of the only direct submodule with trainable parameters; `UsageError` if there is not one."""
+    trained = [
+        name
         for name, child in model.named_children()
         if any(parameter.requires_grad for parameter in child.parameters())
-    }
+    ]
     if len(trained) != 1:
         raise UsageError(
             f"{type(model).__name__} trains {', '.join(trained) or 'no submodule'}: name the one to plan, such as "
-            f"module={next(iter(trained), 'net')!r}, or '' for the forward of {type(model).__name__} itself"
+            f"module={[*trained, 'net'][0]!r}, or '' for the forward of {type(model).__name__} itself"
         )
-    return next(iter(trained.values()))
+    return trained[0]

@@ -11,6 +11,7 @@ from torch import nn
 from rematplan.ir import UsageError
 from rematplan.plan_any_module import planning
 from rematplan.plan_in_place import apply
+from rematplan.runtime.graph.compat import OptimizedModule
 from rematplan.runtime.graph.warn import warn
 
 OF_THE_MODEL = ("modules", "policy", "dynamic_shapes")
@@ -24,14 +25,16 @@ def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
 
 
 def part_of(model: nn.Module, module: str | None) -> nn.Module:
-    """Return the submodule of a model with this name, the model for None; `UsageError` if there is none."""
+    """Return the submodule of a model with this name, the model for None, and in place of a compiled one the module
+    that it compiles; `UsageError` if there is none."""
     try:
-        return model.get_submodule(module or "")
+        found = model.get_submodule(module or "")
     except AttributeError:
         names = [name for name, _ in model.named_children()]
         raise UsageError(
             f"a {type(model).__name__} has no module {module!r}; it has {', '.join(names[:6])}"
         ) from None
+    return found._orig_mod if isinstance(found, OptimizedModule) else found
 
 
 def warn_if_not_called(part: nn.Module) -> None:

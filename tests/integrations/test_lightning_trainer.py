@@ -1,6 +1,7 @@
 """Laws of a budget in Lightning's Trainer: losses and weights are the same bits as without it."""
 
-from collections.abc import Iterator
+import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import UsageError
+from rematplan.plans.held_by_others import GRADIENTS
+from rematplan.runtime.costs.measure import _allocations
 
 pl = pytest.importorskip("pytorch_lightning")
 
@@ -17,14 +20,6 @@ from rematplan.integrations.lightning import RematplanCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 20
-
-
-@pytest.fixture(autouse=True)
-def without_a_group() -> Iterator[None]:
-    """The process group that the strategy for several processes leaves is not one of the next test."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Classifier(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -83,7 +78,8 @@ def fit(
 
 
 def callback(budget: str = "85%", **options: Any) -> RematplanCallback:
-    return RematplanCallback(budget, strategy="approx_dp", costs="roofline", refine=False, **options)
+    quick = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
+    return RematplanCallback(budget, **quick | options)
 
 
 def equal(one: Classifier, other: Classifier) -> bool:
@@ -114,7 +110,7 @@ def test_losses_and_weights_are_those_without_a_budget(
     plan = rematplan.planning(part).plan
     assert plan.estimate.reruns > 0
     assert plan.peak <= (plan.budget or 0)
-    assert part.forward.asked.options.reserved.items[:1] == tuple(trainer.optimizers)
+    assert part.forward.asked.options.reserved.items == (*trainer.optimizers, GRADIENTS)
     assert list(planned.state_dict()) == list(plain.state_dict())
 
 
@@ -165,7 +161,12 @@ def test_several_modules_are_planned_under_one_budget(tmp_path: Path) -> None:
     assert rematplan.planning(planned.net).plans
 
 
-def test_a_batch_size_finder_is_refused(tmp_path: Path) -> None:
+class BatchSizeFinder(pl.Callback):  # type: ignore[misc,name-defined]
+    """As in the package `lightning`, which has a copy of every class."""
+
+
+@pytest.mark.parametrize("kind", [pl.callbacks.BatchSizeFinder, BatchSizeFinder])
+def test_a_batch_size_finder_is_refused(kind: Any, tmp_path: Path) -> None:
     class Resized(Classifier):
         batch_size = 2
 
@@ -177,7 +178,46 @@ def test_a_batch_size_finder_is_refused(tmp_path: Path) -> None:
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
-        callbacks=[callback(), pl.callbacks.BatchSizeFinder()],
+        callbacks=[callback(), kind()],
     )
     with pytest.raises(UsageError, match="BatchSizeFinder tries batches without callbacks"):
         trainer.fit(Resized())
+
+
+def test_gradients_that_are_cleared_after_the_forward_are_within_the_budget(tmp_path: Path) -> None:
+    class Measured(pl.Callback):  # type: ignore[misc,name-defined]
+        peaks: list[int] = []  # noqa: RUF012 (of one test)
+
+        def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, _at: int) -> None:
+            states = [one for optimizer in trainer.optimizers for one in optimizer.state.values()]
+            held = [*model.parameters(), *model.buffers(), *(v for one in states for v in one.values())]
+            held += [batch[0], *(p.grad for p in model.parameters() if p.grad is not None)]
+            self.held, self.record = sum(t.nbytes for t in held), _allocations()
+            self.sizes = self.record.__enter__()
+
+        def on_train_batch_end(self, *_args: Any) -> None:
+            self.record.__exit__(None, None, None)
+            self.peaks.append(self.held + max(0, *itertools.accumulate(self.sizes)))
+
+    model, measured = Classifier(), Measured()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="pytorch_lightning|torch")
+        fit(tmp_path, model, [callback("75%", costs="profile", loss_memory="3x"), measured], max_steps=4)
+    (plan,) = rematplan.planning(model.net).plans
+    assert plan.estimate.reruns > 0
+    assert max(measured.peaks) <= plan.peak <= (plan.budget or 0)
+    assert max(measured.peaks) > 0.9 * plan.peak
+
+
+def test_the_module_inside_of_a_compiled_one_is_planned(tmp_path: Path) -> None:
+    class Compiled(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend="eager")
+
+    plain, planned = Compiled(), Compiled()
+    fit(tmp_path, plain, [])
+    fit(tmp_path, planned, [callback()])
+    assert equal(planned, plain)
+    assert rematplan.planning(planned.net._orig_mod).plan.estimate.reruns > 0
