@@ -37,7 +37,8 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
 
 
 def problem_from_json(data: object) -> TrainingGraph:
-    """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``."""
+    """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``; `ProblemError` for other
+    data."""
     root = _typed(data, dict, "the problem")
     if root.get("format") != PROBLEM_FORMAT:
         raise ProblemError(f"format is {root.get('format')!r}, not {PROBLEM_FORMAT!r}")
@@ -109,9 +110,8 @@ def stated_json(path: str | Path) -> object:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file completely or not at all. Links are followed; an existing special file such as
-    ``/dev/stdout`` is written directly.
-    """
+    """Write a file completely or not at all; `ProblemError` if that fails. Links are followed; an existing special file
+    such as ``/dev/stdout`` is written directly."""
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)
     try:

@@ -181,8 +181,8 @@ def load_model(
     weightless: bool = False,
     device: str = "cpu",
 ) -> LoadedModel:
-    """Load a network of the zoo or an ONNX file with a loss and a random batch, not captured; arguments as of
-    `load_step`."""
+    """Load a network of the zoo or an ONNX file with a loss and a random batch, not captured; arguments and errors as
+    of `load_step`."""
     forms, place = Forms(bn, dropout), _device(device)
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():

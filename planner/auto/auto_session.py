@@ -71,9 +71,8 @@ class AutoSession:
         )
 
     def plan(self) -> Plan:
-        """Search for plans within the time limit, and return the cheapest plan that fits the budget, with a proven
-        lower bound of the overhead.
-        """
+        """Search for plans within the time limit. Return the cheapest plan that fits the budget, with a proven lower
+        bound of the overhead; `InfeasibleBudget` if none is found."""
         with self.proof:
             try:
                 if not self.finished and not self.solved_exhaustively():

@@ -107,9 +107,8 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return ``length`` runs with those at ``recovery`` on the recovery lane and the others from ``fork`` on
-    on the main lane.
-    """
+    """Return ``length`` runs with those at ``recovery`` on the recovery lane and the others from ``fork`` on on the
+    main lane; `ProblemError` unless ``recovery`` ascends from ``fork``."""
     chosen = tuple(recovery)
     after = set(range(fork, length))
     if not 0 <= fork <= length or not after.issuperset(chosen) or any(a >= b for a, b in pairwise(chosen)):

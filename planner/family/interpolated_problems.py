@@ -51,8 +51,7 @@ class Between:
 
     def bytes_at(self, size: int) -> list[int]:
         """Return the bytes of each tensor at a size of the varying dimension, computed from the polynomials, in the
-        order of ``graph.tensors``.
-        """
+        order of ``graph.tensors``; `ProblemError` if one is no whole number."""
         weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
         values = {
             row: sum((w * b for w, b in zip(weights, row, strict=True)), Fraction())

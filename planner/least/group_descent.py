@@ -68,7 +68,7 @@ def descend_by_groups(
 
 
 def work_of(looked: int) -> int:
-    """Return the moves that a search counts as. ``looked``: the tensors that it looked at."""
+    """Return the moves that a search counts as. ``looked``: the number of tensors that it looked at."""
     return MOVES_PER_SEARCH + looked // TENSORS_PER_MOVE
 
 

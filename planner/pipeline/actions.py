@@ -146,10 +146,10 @@ class PipelineSchedule:
 def schedule_of_rows(
     name: str, stages: int, microbatches: int, rows: Sequence[Sequence[tuple[str, int, int]]]
 ) -> PipelineSchedule:
-    """Return the schedule in which each rank runs one row: (kind, stage, micro-batch) of actions and of
-    entries between them.
+    """Return the schedule in which each rank runs one row: (kind, stage, micro-batch) of actions and of entries between
+    them.
 
-    A send without an entry begins right after the action that makes the message.
+    A send without an entry begins right after the action that makes the message. `ProblemError` for an unknown kind.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in (*KINDS, *RECEIVES, *SENDS, *KEEPS, *DROPS):

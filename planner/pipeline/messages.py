@@ -42,7 +42,8 @@ def message_memory(
 ) -> StagePlan:
     """Return a `StagePlan` with the bytes that a stage needs for messages; other fields are 0.
 
-    ``outputs``: bytes of the last stage's outputs, which are not sent; 0 for other stages.
+    ``outputs``: bytes of the last stage's outputs, which are not sent; 0 for other stages. ``opening``: those that
+    preparing the first step needs.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own

@@ -194,8 +194,7 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
     """Build a planned pipeline from JSON data in the format that `pipeline_to_json` writes. Peaks and the timeline are
-    not read, but computed again.
-    """
+    not read, but computed again. `ProblemError` if parts contradict each other or a peak exceeds the budget."""
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file; rematplan pipeline -o writes one")
     rows = field_of(data, "actions", list_of(list_of(_entry)))
@@ -380,7 +379,7 @@ def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
 
 
 def load_pipeline(path: str | Path) -> PlannedPipeline:
-    """Read a pipeline file."""
+    """Read a pipeline file; `ProblemError`, which names it, if that is impossible."""
     try:
         return pipeline_from_json(read_json(path))
     except ProblemError as error:

@@ -106,7 +106,7 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Simulate a pipeline's schedule. Return when each action starts and ends."""
+    """Simulate a pipeline's schedule. Return when each action starts and ends; `ProblemError` for a deadlock."""
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
     while sum(map(run.advance, ranks)):

@@ -31,7 +31,7 @@ class Measured:
 
 
 def measured(step: Step, path: Callable[[], AbstractContextManager[object]] = nullcontext) -> Measured:
-    """Measure a step inside of ``path``, and restore the state."""
+    """Measure a step in the context ``path``, and restore the state."""
 
     def run() -> None:
         for model in step.models:

@@ -110,7 +110,8 @@ def question(
     max_overhead: float | None,
     strategy: str | Strategy | None = None,
 ) -> Question:
-    """Return the question that the arguments of `fit` state."""
+    """Return the question that the arguments of `fit` state; `UsageError` for an unknown type or optimizer, or a
+    negative overhead."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -154,7 +155,8 @@ def typed(made: WithoutData, asked: Question) -> WithoutData:
 
 
 def optimizer_bytes(made: WithoutData, asked: Question) -> Reserved:
-    """Return the bytes of an optimizer's state and of its step's temporaries, on the device that was asked for."""
+    """Return the bytes of an optimizer's state and of its step's temporaries, on the device that was asked for;
+    `UsageError` if it fails on tensors without data."""
     if asked.optimizer is None:
         return Reserved()
     device = torch.device("cuda", 0) if asked.accelerator else CPU

@@ -1,4 +1,4 @@
-"""A lock for modules: any number of threads read their state, or one captures, which replaces tensors for the time."""
+"""A lock for modules: any number of threads read their state, or one captures, which replaces tensors meanwhile."""
 
 from __future__ import annotations
 

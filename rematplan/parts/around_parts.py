@@ -64,7 +64,7 @@ NOTHING = AroundParts()
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Of weights that are gathered together."""
+    """The bytes that one weight, or several that are gathered together, need at different moments."""
 
     gathered: int = 0
     """The weights as modules have them."""

@@ -116,8 +116,8 @@ class PlannedParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module by ``runner``, its plans, if any. With gradients, count it in ``ran``; a part that fails runs
-        without a plan, unless stated."""
+        """Run a module by ``runner``, which has its plans, or as it is without one. With gradients, count it in
+        ``ran``; a part that fails runs without a plan, unless stated."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         ran[name] += 1
@@ -133,7 +133,8 @@ class PlannedParts:
         return original.plain(args, kwargs)
 
     def _new(self, rehearsed: Rehearsed) -> list[str]:
-        """Return the names of those modules that may be planned, have not run in a rehearsal, and were not told of."""
+        """Return the names of those modules that may be planned, have not run in a rehearsal, and of which no warning
+        told."""
         called = {name for name, _ in rehearsed.calls}
         known = {*called, *rehearsed.refused, *self._told}
         return [name for name in self.parts if name not in known and not inside(name, called)]

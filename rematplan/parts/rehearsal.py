@@ -319,7 +319,7 @@ class Rehearsal:
         return None
 
     def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
-        """Run the backward, and return whether that was possible; an error of a user's op is none."""
+        """Run the backward. Return whether that was possible: false if an op of the user raises an error."""
         every = (*self.model.parameters(), *self._substitutes.leaves, *arguments, *self._anchors)
         leaves = [one for one in every if one.requires_grad and one.is_leaf]
         tangents = [torch.ones_like(one) for one in outputs]

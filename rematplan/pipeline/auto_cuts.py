@@ -35,9 +35,8 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Return the cuts into stages with a short simulated step, if messages take no time. Not all ranks need
-    fit the budget.
-    """
+    """Return the cuts into stages with a short simulated step, if messages take no time; `UsageError` if the model has
+    too few places. Not all ranks need fit the budget."""
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
         raise UsageError(f"the model has {len(known) + 1} places for stages, not {schedule.stages}")
@@ -68,7 +67,8 @@ def auto_cuts(
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return, in all processes, what ``choose`` returns in rank 0; without a process group, call it here."""
+    """Return, in all processes, what ``choose`` returns in rank 0, or raise its error; without a process group, call it
+    here."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
     # Measured costs and timed searches differ between processes.

@@ -57,8 +57,7 @@ def _number(text: str) -> float:
 
 def optimizer_copies(name: str) -> float:
     """Return the size of an optimizer's state ÷ the size of the trained parameters, such as 2 for ``adam`` and 0 for
-    ``sgd``.
-    """
+    ``sgd``; `UsageError` for an unknown one."""
     if name not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

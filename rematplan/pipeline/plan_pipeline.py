@@ -162,7 +162,8 @@ def captured_pipeline(
     parallel: DataParallel = ALONE,
     loss: tuple[LossFunction, torch.Tensor] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans."""
+    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans; `UsageError`
+    unless there is a cut between each two stages."""
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:

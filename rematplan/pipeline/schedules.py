@@ -30,9 +30,8 @@ MOST = 10**6
 def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
-    """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards
-    of stages).
-    """
+    """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards of stages).
+    `UsageError` if there is none for so many ranks, stages and micro-batches."""
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     if ranks * microbatches > MOST:

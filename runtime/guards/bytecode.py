@@ -62,7 +62,7 @@ def is_library(module: str | None, own: Collection[str]) -> bool:
     """Return whether a Python module is of PyTorch, Python's library, this package or an installed one, whose
     functions guards ignore.
 
-    ``own``: packages that are not.
+    ``own``: names of packages that count as the user's.
     """
     module = module or "builtins"
     package = module.partition(".")[0]
