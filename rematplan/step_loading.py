@@ -29,6 +29,8 @@ from rematplan.runtime.onnx.rebatch import rebatched
 
 MOST_REFUSALS = 5
 """The largest number of notes that say why a tensor cannot be recovered by an inverse."""
+Made = tuple[nn.Module, tuple[torch.Tensor, ...], AbstractContextManager[object]]
+"""A model, its inputs, and the context in which it runs (`LoadedModel.mode`)."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ def load_model(
     """Load a network of the zoo or an ONNX file with a loss and a random batch, not captured; arguments and errors as
     of `load_step`."""
     forms, place = Forms(bn, dropout), _device(device)
+    notes: tuple[str, ...] = ()
     if isinstance(model, str) and model in ZOO:
         if forms != Forms():
             raise UsageError(f"{model}: --bn and --dropout can only be used with ONNX files")
@@ -191,16 +194,21 @@ def load_model(
             raise UsageError(
                 f"{model}: dims are those of ONNX files; for a network of the zoo state sizes=Sizes(batch=8)"
             )
-        return _load_zoo(model, sizes, loss, seed, weightless, place)
-    path = Path(model)
-    if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
-        raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
-    if sizes != Sizes():
-        raise UsageError(
-            f"{path.name}: sizes are those of networks of the zoo; state a file's dimensions with dims"
-        )
-    graph = rebatched(load_onnx(path, dims or {}, forms))
-    return _load_file(graph, path.stem, loss, seed, weightless, place)
+        name, loss = model, loss or ZOO[model].loss
+        module, inputs, mode = _of_zoo(name, sizes, seed, weightless, place)
+    else:
+        path = Path(model)
+        if isinstance(model, str) and path.suffix != ".onnx" and not path.exists():
+            raise UsageError(f"{model!r} is neither an ONNX file nor a network of the zoo ({', '.join(ZOO)})")
+        if sizes != Sizes():
+            raise UsageError(
+                f"{path.name}: sizes are those of networks of the zoo; state a file's dimensions with dims"
+            )
+        graph = rebatched(load_onnx(path, dims or {}, forms))
+        name, notes = path.stem, graph.notes
+        module, inputs, mode = _of_file(graph, seed, weightless, place)
+    with mode:
+        return LoadedModel(*with_loss(module, inputs, loss, seed), name, notes, mode)
 
 
 def _device(name: str) -> torch.device:
@@ -232,50 +240,28 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
 
 
-def _load_file(
-    graph: Graph, name: str, loss: str | None, seed: int, weightless: bool, device: torch.device
-) -> LoadedModel:
+def _of_file(graph: Graph, seed: int, weightless: bool, device: torch.device) -> Made:
     if weightless:
-        module, inputs, mode = without_data(
+        return without_data(
             lambda: OnnxModule(graph, device="meta").train(),
             lambda: tuple(map(_empty_input, graph.inputs)),
             device,
         )
-        return _with_loss(module, inputs, name, loss, seed, graph.notes, mode)
     module = OnnxModule(graph, seed=seed).train().to(device)
     generator = torch.Generator().manual_seed(seed)
-    inputs = tuple(_random_input(value, generator).to(device) for value in graph.inputs)
-    return _with_loss(module, inputs, name, loss, seed, graph.notes)
+    return module, tuple(_random_input(v, generator).to(device) for v in graph.inputs), nullcontext()
 
 
-def _load_zoo(
-    name: str, sizes: Sizes, loss: str | None, seed: int, weightless: bool, device: torch.device
-) -> LoadedModel:
-    stated, loss = asdict(sizes), loss or ZOO[name].loss
+def _of_zoo(name: str, sizes: Sizes, seed: int, weightless: bool, device: torch.device) -> Made:
+    stated = asdict(sizes)
     if weightless:
-        module, inputs, mode = without_data(
+        return without_data(
             lambda: build(name, **stated), lambda: example_inputs(name, seed=seed, **stated), device
         )
-        return _with_loss(module, inputs, name, loss, seed, (), mode)
     inputs = tuple(x.to(device) for x in example_inputs(name, seed=seed, **stated))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        module = build(name, **stated).to(device)
-    return _with_loss(module, inputs, name, loss, seed, ())
-
-
-def _with_loss(
-    model: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    name: str,
-    loss: str | None,
-    seed: int,
-    notes: tuple[str, ...],
-    mode: AbstractContextManager[object] | None = None,
-) -> LoadedModel:
-    mode = mode or nullcontext()
-    with mode:
-        return LoadedModel(*with_loss(model, inputs, loss, seed), name, notes, mode)
+        return build(name, **stated).to(device), inputs, nullcontext()
 
 
 def _captured(loaded: LoadedModel) -> LoadedStep:

@@ -11,7 +11,7 @@ stages. So the table keeps all divisions that no other beats in both times; O(SÂ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rematplan.ir import UsageError
@@ -50,43 +50,31 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
             f"{chain.graph.name} cannot be divided into {stages} stages, only into {len(places) + 1}"
             f"{f': stages cannot share {tied}, which several parts read; untie it' if tied else ''}"
         )
-    begins = (0, *places)
+
+    def ended(front: dict[int, list[Partition]], stage: int, end: int) -> list[Partition]:
+        """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``. ``front``: by block,
+        the divisions of all blocks before it into the stages before."""
+        found = []
+        for begin, divisions in front.items():
+            own = time(begin, end, stage) if divisions and begin < end else math.inf
+            if own == math.inf:
+                continue
+            sizes = (chain.sends[begin], chain.returns[begin]) if begin else ()
+            occupied = max(map(link.occupied, sizes), default=0.0)
+            travel = math.fsum(map(link.travel, sizes))
+            for before in divisions:
+                cuts = (*before.cuts, begin) if begin else ()
+                found.append(
+                    Partition(cuts, max(before.slowest, occupied, own), before.through + travel + own)
+                )
+        return found
+
     front = {0: [Partition((), 0.0, 0.0)]}
     for stage in range(stages):
         last = stage == stages - 1
         ends = (len(chain),) if last else places[stage : len(places) - (stages - 2 - stage)]
-        front = {end: _undominated(_ended(chain, front, begins, end, stage, time, link)) for end in ends}
+        front = {end: _undominated(ended(front, stage, end)) for end in ends}
     return front[len(chain)]
-
-
-def _ended(
-    chain: StageChain,
-    front: dict[int, list[Partition]],
-    begins: Sequence[int],
-    end: int,
-    stage: int,
-    time: StageTime,
-    link: Link,
-) -> list[Partition]:
-    """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``.
-
-    ``front``: by block, the divisions of all blocks before it into the stages before. ``begins``: where the last stage
-    may begin.
-    """
-    found = []
-    for begin in begins:
-        if begin >= end or not front.get(begin):
-            continue
-        own = time(begin, end, stage)
-        if own == math.inf:
-            continue
-        sizes = (chain.sends[begin], chain.returns[begin]) if begin else ()
-        occupied = max(map(link.occupied, sizes), default=0.0)
-        travel = math.fsum(map(link.travel, sizes))
-        for before in front[begin]:
-            cuts = (*before.cuts, begin) if begin else ()
-            found.append(Partition(cuts, max(before.slowest, occupied, own), before.through + travel + own))
-    return found
 
 
 def _undominated(found: list[Partition]) -> list[Partition]:
