@@ -15,6 +15,7 @@ import torch
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
 from rematplan.parts.around_parts import NOTHING, AroundParts
+from rematplan.parts.live_bytes import bytes_of
 from rematplan.parts.rehearsal import EqualParts, Rehearsed
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
@@ -40,7 +41,7 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.loss_memory import COPIES
 
 MARGIN = 1 / 8
-"""The share of the rest's measured bytes that is charged in addition: the rehearsal does not see workspaces of ops."""
+"""The share of the rest's measured bytes that is charged in addition, since its sizes may depend on values."""
 FIRST = 5.0
 """The most seconds of search before the first step, unless ``refine`` is false: no later search replaces the plans."""
 
@@ -183,7 +184,7 @@ def common_plan(
     stages = [problem for _, _, problem in made.values()]
     charged = stages[0].template.adding(
         states=always + around.always + rehearsed.repeated,
-        ending=_charged(rehearsed.ending, rehearsed.largest) + around.ending,
+        ending=_charged(rehearsed.given, rehearsed.ending) + around.ending,
     )
     stages[0] = replace(stages[0], template=charged)
     actions = _actions(rehearsed, groups, loss, around)
@@ -257,21 +258,16 @@ def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
     return int((COPIES if stated is None else stated.amount) * sum(outputs))
 
 
-def _charged(measured: int, largest: int = 0) -> int:
-    """Return the bytes charged for those measured outside of the parts. ``largest``: a workspace for ops there."""
-    return measured + int(MARGIN * measured) + largest
+def _charged(given: int, measured: int) -> int:
+    """Return the bytes charged for those given before a call, and those measured outside of the parts."""
+    return given + measured + int(MARGIN * measured)
 
 
 def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulating: bool) -> tuple[int, int]:
     """Return the bytes that exist during the whole step, and those that the optimizer's step needs in addition."""
     device = next((t.device for t in named.values()), torch.device("cpu"))
     others = asked.reserved.on(device, named)
-    storages = {
-        int(plain.untyped_storage()._cdata): allocated(plain.untyped_storage().nbytes(), plain.device)
-        for t in named.values()
-        for plain in plain_tensors(t)
-    }
-    always = sum(storages.values()) + others.always
+    always = bytes_of(named.values()) + others.always
     if accumulating or GRADIENTS in asked.reserved.items:
         always += sum(_bytes(t) for t in named.values() if t.requires_grad)
     return always, others.stepping
@@ -300,7 +296,7 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: 
         seen[group] += 1
     actions = []
     for event in rehearsed.events:
-        before, during = _charged(event.before, rehearsed.largest), _charged(event.during)
+        before, during = (_charged(rehearsed.given, n) for n in (event.before, event.during))
         if event.kind == "B":
             own = around.own.get(rehearsed.calls[event.call][0], 0)
             before, during = before + loss + around.backward, during + loss + around.running - own

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 
-from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor
+from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, pytree
+from rematplan.runtime.guards.python_state import TENSORS
 
 
 def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,3 +50,36 @@ def _reaches(start: Any, nodes: Collection[Any], without: set[Any]) -> bool:
         todo += new
     without |= seen
     return False
+
+
+class AttributeTensors:
+    """The tensors in the attributes of a model's modules before a forward, except parameters and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {name: attribute_tensors(model, [name]) for name, _ in model.named_modules()}
+
+    def of(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return the tensors of the modules with these names."""
+        return [one for name in names for one in self._before[name]]
+
+    def outside(self, parts: Iterable[str]) -> list[str]:
+        """Return the names of the modules outside of ``parts``."""
+        inner = tuple(f"{name}." for name in parts)
+        return [name for name in self._before if not f"{name}.".startswith(inner)]
+
+    def changed(self, parts: Iterable[str]) -> tuple[str, ...]:
+        """Return the names of modules outside of ``parts`` whose attributes have other tensors now."""
+        known = {name for name, _ in self._model.named_modules()}
+        now = {name: attribute_tensors(self._model, [name]) for name in self.outside(parts) if name in known}
+        return tuple(
+            name
+            for name, every in now.items()
+            if len(every) != len(self._before[name]) or not all(map(is_, every, self._before[name]))
+        )
+
+
+def attribute_tensors(model: nn.Module, names: Iterable[str]) -> list[torch.Tensor]:
+    """Return the tensors in the attributes of the modules with these names, except parameters and buffers."""
+    held = ([v for k, v in vars(model.get_submodule(name)).items() if k not in TENSORS] for name in names)
+    return [one for one in pytree.tree_leaves([*held]) if isinstance(one, torch.Tensor)]

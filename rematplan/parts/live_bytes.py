@@ -5,32 +5,46 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.compat import TorchDispatchMode, pytree
+from rematplan.runtime.graph.compat import TorchDispatchMode, profiler_enabled, pytree
+
+_CPU = torch.device("cpu")
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts, inside of a ``with`` statement, the storages that ATen ops return until they are freed, except those
-    of ``known``."""
+    of ``known``, and what ops need while they run."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self.largest = 0
-        """The bytes of the largest storage that was counted."""
+        self._largest = 0
         self._paused = False
         self._counted = {_key(storage) for one in known for storage in _storages(one)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        result = func(*args, **(kwargs or {}))
-        if not self._paused:
+        call = partial(func, *args, **(kwargs or {}))
+        if self._paused:
+            return call()
+        before = self.live
+        if profiler_enabled():  # a second one cannot measure
+            result, during = call(), self._largest
             self.count(result)
+            before = self.live
+        else:
+            given = pytree.tree_leaves((args, kwargs))
+            device = next((one.device for one in given if isinstance(one, torch.Tensor)), _CPU)
+            during, result = peak_above_entry(call, device)
+            self.count(result)
+        self.peak = max(self.peak, before + during)
         return result
 
     def count(self, tensors: Any) -> None:
@@ -41,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
                     bytes_ = allocated(storage.nbytes(), storage.device)
                     self._counted.add(key)
                     self.live += bytes_
-                    self.peak, self.largest = max(self.peak, self.live), max(self.largest, bytes_)
+                    self.peak, self._largest = max(self.peak, self.live), max(self._largest, bytes_)
                     weakref.finalize(storage, self._freed, key, bytes_).atexit = False
 
     def leave_out(self, tensor: torch.Tensor) -> None:
@@ -67,6 +81,12 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self._paused = before
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    every = {_key(one): allocated(one.nbytes(), one.device) for t in tensors for one in _storages(t)}
+    return sum(every.values())
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

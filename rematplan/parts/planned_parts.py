@@ -19,6 +19,8 @@ from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.around_parts import accumulates, around_parts
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, of_part
+from rematplan.parts.left_tensors import attribute_tensors
+from rematplan.parts.live_bytes import bytes_of
 from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
 from rematplan.parts.sharded_weights import check_weights, with_shards
@@ -170,7 +172,8 @@ class PlannedParts:
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = tensors_in(leaves)
         known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
-        rehearsed = next((one for sizes, one in known if sizes is not None and _within(tensors, sizes)), None)
+        of_sizes = (one for sizes, one in known if sizes is not None and _within(tensors, sizes))
+        rehearsed = next((one for one in of_sizes if _holds(original.model, one)), None)
         if rehearsed is None:
             rehearsed = self._rehearsed(original, args, kwargs)
             for earlier in [one for sizes, one in known if sizes is None]:
@@ -251,3 +254,9 @@ def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -
         if any(n > m for n, m in zip(t.shape, shape, strict=True))
     ]
     return all(t.nbytes <= most for t in larger)
+
+
+def _holds(model: nn.Module, rehearsed: Rehearsed) -> bool:
+    """Return whether a rehearsal is enough for what earlier calls have left in attributes."""
+    names = rehearsed.changing
+    return not names or bytes_of(attribute_tensors(model, names)) <= rehearsed.changing_bytes

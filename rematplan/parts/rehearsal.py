@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -22,9 +22,10 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
-from rematplan.parts.left_tensors import left_tensors
-from rematplan.parts.live_bytes import LiveBytes
+from rematplan.parts.left_tensors import AttributeTensors, left_tensors
+from rematplan.parts.live_bytes import LiveBytes, bytes_of
 from rematplan.parts.patched import Patches
+from rematplan.parts.placeholder import Placeholder
 from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import ResultTensor, flattened_call, tensors_in
@@ -41,6 +42,7 @@ from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import disable_current_modes, pytree
+from rematplan.runtime.inversion.find_inverses import with_exact_inverses
 
 FEW = 2
 """The number of ops in a forward below which nothing can be saved by planning it."""
@@ -95,13 +97,18 @@ class EqualParts:
         return reads
 
     @cached_property
-    def learned(self) -> tuple[bool, ...]:
-        """For each leaf of the forward's results, whether it is a tensor that has a gradient."""
+    def results(self) -> tuple[tuple[bool, bool], ...]:
+        """For each leaf of the forward's results, whether it is a tensor that has a gradient, and whether it is one
+        that ops of the step read: a plan may hold it until the backward."""
         found = self.capture.found
         results = pytree.tree_unflatten(list(found.constants), found.outputs)[0]
         tangents = {int(i.target) for i in found.step.inputs if i.kind == "tangent"}
-        leaves = pytree.tree_leaves(results)
-        return tuple(isinstance(leaf, ResultTensor) and leaf.at in tangents for leaf in leaves)
+        step = with_exact_inverses(found.step)
+        read = {storage for call in step.priced_calls for storage in step.reads(call)}
+        outputs = (o for o in step.outputs if o.kind == "output")
+        held = {int(o.target) for o in outputs if step.values[o.value].storage in read}
+        places = [leaf.at if isinstance(leaf, ResultTensor) else None for leaf in pytree.tree_leaves(results)]
+        return tuple((at in tangents, at in held) for at in places)
 
 
 @dataclass(frozen=True)
@@ -127,12 +134,16 @@ class Rehearsed:
     events: tuple[Event, ...]
     """The forwards and backwards in order, one of each for each call.
 
-    Outside of the parts are the arguments and results of the parts and of the model, what the rest saves for its
-    backward, and the gradients of the rest's parameters; not the parameters and buffers."""
+    Outside of the parts are the arguments and results of the parts, the results of the model, what the rest saves for
+    its backward, and the gradients of the rest's parameters; not the model's arguments, parameters and buffers."""
     ending: int
     """The most bytes that exist outside of the parts after the last event."""
-    largest: int
-    """The bytes of the largest tensor among them."""
+    given: int
+    """The bytes of the model's arguments and of tensors in attributes outside of the parts, which exist before."""
+    changing: tuple[str, ...]
+    """The names of modules outside of the parts in whose attributes the forward leaves other tensors."""
+    changing_bytes: int
+    """The bytes that their attributes have before the call."""
     repeated: int
     """The bytes of the parameters of parts that run several times. Autograd sums their gradients."""
     unread: tuple[torch.Tensor, ...]
@@ -154,7 +165,7 @@ class Rehearsed:
     @property
     def rest(self) -> int:
         """The most bytes that exist outside of the parts."""
-        return max(self.ending, *(max(event.before, event.during) for event in self.events))
+        return self.given + max(self.ending, *(max(one.before, one.during) for one in self.events))
 
     def with_calls(self, more: Sequence[tuple[str, EqualParts]], repeated: int | None = None) -> Rehearsed:
         """Return what is assumed of a step with further calls of parts after the others. ``repeated``: None for no
@@ -193,6 +204,8 @@ class Rehearsal:
         self._live = LiveBytes(())
         self._substitutes = Substitutes(model, lambda made: self._live.leave_out(made))
         self._anchors: list[torch.Tensor] = []
+        self._given: Sequence[torch.Tensor] = ()
+        self._attributes: AttributeTensors
         self._nodes: dict[Any, tuple[str, frozenset[int]]] = {}
         """The nodes of placeholders, with the part's name and the positions of inputs that it uses several times."""
         own = {name: Original(part, part.forward) for name, part in parts.items()}
@@ -202,6 +215,8 @@ class Rehearsal:
         """Rehearse a call of the model."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
         leaves = flattened_call(args, kwargs)[0]
+        self._given = tensors_in(leaves)
+        self._attributes = AttributeTensors(self.model)
         objects = SameObjects(leaves)
         try:
             with (
@@ -224,7 +239,7 @@ class Rehearsal:
         around each."""
         live = self._live
         with torch.enable_grad(), live, self._substitutes:
-            given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
+            given, named = pytree.tree_map_only(torch.Tensor, self._copy, (args, kwargs))
             with self._patches:
                 results = original.forward(*given, **named)
             outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
@@ -242,6 +257,11 @@ class Rehearsal:
             )
         ending = live.peak_since()
         unread = () if losses else tuple(torch.empty_like(one, device="meta") for one in trained)
+        counted, parts = [*named_tensors(self.model).values()], [name for name, _ in self._calls]
+        outside, changed = (
+            self._attributes.of(self._attributes.outside(parts)),
+            self._attributes.changed(parts),
+        )
         done = {event.call for event in self._events if event.kind == "B"}
         for call in reversed(range(len(self._calls))):
             if call not in done:
@@ -252,11 +272,20 @@ class Rehearsal:
             tuple(self._calls),
             tuple(every),
             factor * ending,
-            live.largest,
+            bytes_of((*counted, *self._given, *outside)) - bytes_of(counted),
+            changed,
+            bytes_of(self._attributes.of(changed)),
             repeated_bytes(self.parts, (name for name, _ in self._calls)),
             unread,
             dict(self._refused),
         ).with_calls(self._uncalled())
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._live.paused():
+            copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for one in (tensor, copied):
+            self._live.leave_out(one)
+        return copied
 
     def _event(self, kind: Literal["F", "B"], call: int) -> None:
         if kind == "B" and torch.is_grad_enabled():
@@ -393,59 +422,27 @@ class Rehearsal:
         self._event("F", call)
         structure: list[Any] = []
 
-        def run() -> list[tuple[torch.Tensor, bool]]:
+        def run() -> list[tuple[torch.Tensor, bool, bool]]:
             with self._live.paused():
                 leaves, spec = pytree.tree_flatten(original.forward(*args, **kwargs))
             structure[:] = leaves, spec
-            every = zip(leaves, group.learned, strict=True)
-            made = [(leaf, has) for leaf, has in every if isinstance(leaf, torch.Tensor)]
-            self._live.count([leaf for leaf, _ in made])
+            every = zip(leaves, group.results, strict=True)
+            made = [(leaf, *of) for leaf, of in every if isinstance(leaf, torch.Tensor)]
+            self._live.count([leaf for leaf, _, _ in made])
             return made
 
         anchor = torch.zeros(0, requires_grad=True)
         self._anchors.append(anchor)
         given = tensors_in(flattened_call(args, kwargs)[0])
         began = partial(self._event, "B", call)
-        results = _Placeholder.apply(run, began, anchor, *given)
+        results = Placeholder.apply(run, began, anchor, *given)
         node = next((one.grad_fn for one in results if one.grad_fn is not None), None)
         self._nodes[node] = self._calls[call][0], group.reused
         made = iter(results)
         leaves, spec = structure
         leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        held = {
-            one.untyped_storage()._cdata: one.untyped_storage().nbytes()
-            for one in (*given, *tensors_in(leaves))
-        }
-        group.held = max(group.held, sum(held.values()))
+        group.held = max(group.held, bytes_of((*given, *tensors_in(leaves))))
         return pytree.tree_unflatten(leaves, spec)
-
-
-class _Placeholder(torch.autograd.Function):
-    """A part in the autograd graph of a rehearsal."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        run: Callable[[], list[tuple[torch.Tensor, bool]]],
-        began: Callable[[], None],
-        anchor: torch.Tensor,
-        *given: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        del anchor
-        made = run()
-        ctx.began, ctx.held = began, [tensor.detach() for tensor, _ in made]
-        ctx.save_for_backward(*given)
-        ctx.mark_non_differentiable(*(tensor for tensor, learned in made if not learned))
-        return tuple(tensor for tensor, _ in made)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Any) -> Any:
-        del tangents
-        ctx.began()
-        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
-        found = [torch.zeros_like(one) if needed else None for one, needed in wanted]
-        ctx.held = None
-        return None, None, None, *found
 
 
 def _unsuitable(found: Found) -> str:
@@ -470,7 +467,3 @@ def inside(name: str, others: Collection[str]) -> bool:
 def function_of(original: Original) -> Any:
     """Return the function that is a module's forward, without the module to which it is bound."""
     return getattr(original.forward, "__func__", original.forward)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

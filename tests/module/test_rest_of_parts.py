@@ -1,0 +1,84 @@
+"""What a plan in parts charges for the rest of the model is what the rest needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rematplan
+from rematplan.module.planning import runner_of
+from rematplan.runtime.costs.measure import peak_above_entry
+
+ROWS, WIDTH = 96, 32
+
+
+def layers(count: int) -> nn.Sequential:
+    wide = ((nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(count))
+    return nn.Sequential(*(nn.Sequential(*one) for one in wide))
+
+
+class Remembering(nn.Module):
+    """Adds its last result, which it keeps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = layers(2), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x if self.last is None else x + self.last)
+        self.last = made.detach()
+        return made.square().mean()
+
+
+class Iterating(nn.Module):
+    """Repeats a block until its result changes little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.block, self.end = layers(2), layers(1), layers(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.start(x)
+        point = torch.zeros_like(made)
+        with torch.no_grad():
+            for _ in range(10):
+                before, point = point, torch.tanh(self.block(point) + made)
+                if (point - before).norm() < 0.01 * point.norm():
+                    break
+        return self.end(torch.tanh(self.block(point) + made)).square().mean()
+
+
+class Working(nn.Module):
+    """Convolves outside of its parts, by a kernel that needs more memory while it runs than its result takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.kernel = layers(1), nn.Parameter(torch.ones(1, 1, 31, 31, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layers(x)
+        if made.sum() > 1e6:
+            return made.mean()
+        return functional.conv2d(made.double()[None, None], self.kernel, padding=15).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Remembering, 1.1), (Iterating, 1.05), (Working, 1.13)])
+def test_the_stated_peak_without_recomputation_is_the_measured_one(
+    kind: Callable[[], nn.Module], most: float
+) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(ROWS, WIDTH)
+    options = {"strategy": "store_all", "costs": "profile", "refine": False}
+    rematplan.apply(model, "1000%", **options)
+    backward = partial(lambda: model(x).backward())
+    for _ in range(2):  # the second call may begin with other state
+        backward()
+        model.zero_grad()
+    held = sum(t.nbytes for t in (*model.parameters(), x, getattr(model, "last", x[:0])))
+    peak = held + peak_above_entry(backward, torch.device("cpu"))[0]
+    assert peak <= runner_of(model).parts.last.plan.peak <= most * peak
