@@ -63,7 +63,7 @@ class AttributeTensors:
         """Return the tensors of the modules with these names."""
         return [one for name in names for one in self._before[name]]
 
-    def outside(self, parts: Iterable[str]) -> list[str]:
+    def in_rest(self, parts: Iterable[str]) -> list[str]:
         """Return the names of the modules outside of ``parts``."""
         inner = tuple(f"{name}." for name in parts)
         return [name for name in self._before if not f"{name}.".startswith(inner)]
@@ -71,7 +71,7 @@ class AttributeTensors:
     def changed(self, parts: Iterable[str]) -> tuple[str, ...]:
         """Return the names of modules outside of ``parts`` whose attributes have other tensors now."""
         known = {name for name, _ in self._model.named_modules()}
-        now = {name: attribute_tensors(self._model, [name]) for name in self.outside(parts) if name in known}
+        now = {name: attribute_tensors(self._model, [name]) for name in self.in_rest(parts) if name in known}
         return tuple(
             name
             for name, every in now.items()

@@ -258,8 +258,8 @@ class Rehearsal:
         ending = live.peak_since()
         unread = () if losses else tuple(torch.empty_like(one, device="meta") for one in trained)
         counted, parts = [*named_tensors(self.model).values()], [name for name, _ in self._calls]
-        outside, changed = (
-            self._attributes.of(self._attributes.outside(parts)),
+        resting, changed = (
+            self._attributes.of(self._attributes.in_rest(parts)),
             self._attributes.changed(parts),
         )
         done = {event.call for event in self._events if event.kind == "B"}
@@ -272,7 +272,7 @@ class Rehearsal:
             tuple(self._calls),
             tuple(every),
             factor * ending,
-            bytes_of((*counted, *self._given, *outside)) - bytes_of(counted),
+            bytes_of((*counted, *self._given, *resting)) - bytes_of(counted),
             changed,
             bytes_of(self._attributes.of(changed)),
             repeated_bytes(self.parts, (name for name, _ in self._calls)),
