@@ -62,7 +62,7 @@ def random_policy(source: random.Random) -> Policy:
 
 
 @dataclass(frozen=True)
-class Tables:
+class EvictionTables:
     """The ops that every plan runs, in order, and the tensors that they write, without inputs, as tables."""
 
     names: tuple[str, ...]
@@ -88,12 +88,12 @@ class Tables:
     """
 
 
-def tables_of(graph: TrainingGraph) -> Tables:
+def tables_of(graph: TrainingGraph) -> EvictionTables:
     """Return the planning problem as tables for the simulation of eviction. They are computed once per graph object."""
     return cached_on(graph, "eviction", lambda: _build(graph))
 
 
-def _build(graph: TrainingGraph) -> Tables:
+def _build(graph: TrainingGraph) -> EvictionTables:
     """Return the tables of a problem. An op that may run only once counts its results as used until what the forward
     computes from them is used last."""
     ops, inputs, once = needed_ops(graph), set(graph.inputs), set(graph.never_rerun)
@@ -117,7 +117,7 @@ def _build(graph: TrainingGraph) -> Tables:
     for k, o in enumerate(maker):
         if ops[o].name in once and last[k] > max(uses[k], default=-1):
             uses[k].append(last[k])
-    return Tables(
+    return EvictionTables(
         names=tuple(op.name for op in ops),
         reads=reads,
         writes=tuple(tuple(number[t] for t in op.writes) for op in ops),
@@ -138,7 +138,7 @@ class Simulation:
 
     def __init__(
         self,
-        tables: Tables,
+        tables: EvictionTables,
         budget: int,
         policy: Policy,
         source: random.Random,

@@ -86,15 +86,17 @@ class LowerSetDP:
         et al. 2019."""
         return self.family.copies * int(self.family.bytes[-1]) + int(self.family.transient.max())
 
-    def solve(self, budget: int) -> Table:
+    def solve(self, budget: int) -> LowerSetTable:
         """Return the table of the dynamic program for a budget in bytes, which chains do not exceed by the
         paper's peak formula.
         """
-        return Table(self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last))
+        return LowerSetTable(
+            self, budget, _fill(self.family, self.unit, budget, self.width, self.charge_last)
+        )
 
 
 @dataclass(frozen=True)
-class Table:
+class LowerSetTable:
     """The result of the dynamic program for one budget in bytes."""
 
     dp: LowerSetDP
@@ -114,7 +116,7 @@ class Table:
         """Return a chain L_1 ⊂ … ⊂ L_k of all nodes, as bit masks, that recomputes for ``time`` ticks and
         keeps the least bytes.
 
-        ``time``: an element of `Table.times`.
+        ``time``: an element of `LowerSetTable.times`.
         """
         dp = self.dp
         found = _trace(dp.family, dp.unit, self.budget, self.opt, time, dp.charge_last)
@@ -279,7 +281,7 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Return `Table.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i."""
+    """Return `LowerSetTable.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0

@@ -22,7 +22,7 @@ MOVES_PER_SEARCH, TENSORS_PER_MOVE = 10, 250
 
 
 @dataclass(frozen=True)
-class Descent:
+class GroupDescent:
     """The actions back in time from a set of demanded tensors (an op, or -1 - t for the elimination of tensor t)."""
 
     peak_of_actions: int
@@ -36,7 +36,7 @@ class Descent:
 
 def descend_by_groups(
     tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort, deepest: bool = True
-) -> Descent:
+) -> GroupDescent:
     """Descend from ``start`` until the set is certified within the level so far. ``limit``: of states for one
     group.
     """
@@ -64,7 +64,7 @@ def descend_by_groups(
         level = max(level, int(best[0]))
         actions += best[3].tolist()
         demanded = best[4].tolist()
-    return Descent(level, max(level, certified(tables, demanded)), actions, demanded)
+    return GroupDescent(level, max(level, certified(tables, demanded)), actions, demanded)
 
 
 def work_of(looked: int) -> int:

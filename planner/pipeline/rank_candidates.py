@@ -21,14 +21,14 @@ COMBINATIONS = 1000
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StageCandidate:
     """A plan of a stage, and the memory and times of the stage under it."""
 
     plan: Plan
     figures: StagePlan
 
 
-Chosen: TypeAlias = tuple[Candidate, ...]
+Chosen: TypeAlias = tuple[StageCandidate, ...]
 """For each stage, one of its candidates."""
 
 
@@ -41,7 +41,7 @@ class RankCandidates:
         self.stages, self.actions = tuple(stages), actions
         # For each stage, the most bytes that a plan may keep from forward to backward.
         self.kept = tuple(kept) or (math.inf,) * len(self.stages)
-        self.found: list[list[Candidate]] = [[] for _ in self.stages]
+        self.found: list[list[StageCandidate]] = [[] for _ in self.stages]
 
     def take(self, at: int, plan: Plan) -> StagePlan:
         """Add a plan to the candidates of stage ``at``, and return the memory and times that it has in the
@@ -53,7 +53,7 @@ class RankCandidates:
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))
         figures, found = stage.measured(own), self.found[at]
         if figures.held.kept <= self.kept[at] and all(figures != c.figures for c in found):
-            found.append(Candidate(own, figures))
+            found.append(StageCandidate(own, figures))
         return figures
 
     def starts(self, at: int, graph: TrainingGraph) -> list[Plan]:

@@ -30,7 +30,7 @@ differ by little."""
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class StagePartition:
     """A division of a chain of blocks into stages."""
 
     cuts: Cuts
@@ -40,7 +40,9 @@ class Partition:
     """Microseconds of one micro-batch through all stages and links."""
 
 
-def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK) -> list[Partition]:
+def partitions(
+    chain: StageChain, stages: int, time: StageTime, link: Link = FREE_LINK
+) -> list[StagePartition]:
     """Return up to `MOST_PAIRS` undominated divisions into ``stages`` stages, by rising time of the slowest; none if no
     division fits the budget. `UsageError` if the chain has too few places for cuts."""
     places = chain.allowed()
@@ -51,7 +53,7 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
             f"{f': stages cannot share {tied}, which several parts read; untie it' if tied else ''}"
         )
 
-    def ended(front: dict[int, list[Partition]], stage: int, end: int) -> list[Partition]:
+    def ended(front: dict[int, list[StagePartition]], stage: int, end: int) -> list[StagePartition]:
         """Return the divisions of the blocks before ``end`` whose last stage is number ``stage``. ``front``: by block,
         the divisions of all blocks before it into the stages before."""
         found = []
@@ -65,11 +67,11 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
             for before in divisions:
                 cuts = (*before.cuts, begin) if begin else ()
                 found.append(
-                    Partition(cuts, max(before.slowest, occupied, own), before.through + travel + own)
+                    StagePartition(cuts, max(before.slowest, occupied, own), before.through + travel + own)
                 )
         return found
 
-    front = {0: [Partition((), 0.0, 0.0)]}
+    front = {0: [StagePartition((), 0.0, 0.0)]}
     for stage in range(stages):
         last = stage == stages - 1
         ends = (len(chain),) if last else places[stage : len(places) - (stages - 2 - stage)]
@@ -77,7 +79,7 @@ def partitions(chain: StageChain, stages: int, time: StageTime, link: Link = FRE
     return front[len(chain)]
 
 
-def _undominated(found: list[Partition]) -> list[Partition]:
+def _undominated(found: list[StagePartition]) -> list[StagePartition]:
     front = undominated(found, lambda p: (p.slowest, p.through))  # type: ignore[arg-type, return-value]
     return front[:MOST_PAIRS]
 

@@ -25,7 +25,7 @@ SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default,
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class RowRange:
     """A part of a parameter: some rows of its first dimension.
 
     ``start``: the first row. ``size``: the number of rows.
@@ -36,15 +36,15 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Term(Generic[Found]):
+class Summand(Generic[Found]):
     """One summand of a parameter's gradient."""
 
     found: Found
-    """What the function ``terminal`` of `terms` returned for the call that computes the summand."""
+    """What the function ``terminal`` of `summands` returned for the call that computes the summand."""
     chain: Chain
     """The views and sums between that call and the gradient. Copies, additions and the calls of `REGIONS` are
     left out."""
-    region: Region | None
+    region: RowRange | None
     """The rows of the gradient to which the summand is added; None for all rows."""
 
 
@@ -57,7 +57,9 @@ class NoRow(Exception):
         self.at = at
 
 
-def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]) -> list[Term[Found]]:
+def summands(
+    step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]
+) -> list[Summand[Found]]:
     """Return the summands of a gradient in the order of their calls, found backwards through additions,
     copies, views, sums and `REGIONS`.
 
@@ -65,8 +67,8 @@ def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found 
     `NoRow`.
     """
     at = {call.name: position for position, call in enumerate(step.calls)}
-    found: list[tuple[int, Term[Found]]] = []
-    open_: list[tuple[str, Chain, Region | None]] = [(value, (), None)]
+    found: list[tuple[int, Summand[Found]]] = []
+    open_: list[tuple[str, Chain, RowRange | None]] = [(value, (), None)]
     while open_:
         name, chain, region = open_.pop()
         call = step.call.get(step.values[name].call or "")
@@ -75,7 +77,7 @@ def terms(step: CapturedStep, value: str, terminal: Callable[[Call, int], Found 
         index = call.results.index(name)
         one = terminal(call, index)
         if one is not None:
-            found.append((at[call.name], Term(one, chain, region)))
+            found.append((at[call.name], Summand(one, chain, region)))
         elif call.target in SAME:
             open_.append((call.args[0].value, chain, region))
         elif summands := _summands(call):
@@ -100,36 +102,38 @@ def _summands(call: Call) -> list[str]:
     return [ref.value for ref in call.args] if all(isinstance(a, Ref) for a in call.args) else []
 
 
-def _cat(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+def _cat(call: Call, step: CapturedStep) -> list[tuple[str, RowRange]]:
     parts, start = [], 0
     if len(call.args) > 1 and call.args[1] != 0:
         return []
     for ref in call.args[0]:
         size = step.values[ref.value].fake.shape[0]
-        parts.append((ref.value, Region(start, size)))
+        parts.append((ref.value, RowRange(start, size)))
         start += size
     return parts
 
 
-def _stack(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
+def _stack(call: Call, _step: CapturedStep) -> list[tuple[str, RowRange]]:
     if len(call.args) > 1 and call.args[1] != 0:
         return []
-    return [(ref.value, Region(at, 1)) for at, ref in enumerate(call.args[0])]
+    return [(ref.value, RowRange(at, 1)) for at, ref in enumerate(call.args[0])]
 
 
-def _slice(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+def _slice(call: Call, step: CapturedStep) -> list[tuple[str, RowRange]]:
     ref, _, dim, start, _, stride = call.args
     return (
-        [(ref.value, Region(start, step.values[ref.value].fake.shape[0]))] if (dim, stride) == (0, 1) else []
+        [(ref.value, RowRange(start, step.values[ref.value].fake.shape[0]))]
+        if (dim, stride) == (0, 1)
+        else []
     )
 
 
-def _select(call: Call, _step: CapturedStep) -> list[tuple[str, Region]]:
+def _select(call: Call, _step: CapturedStep) -> list[tuple[str, RowRange]]:
     ref, _, dim, index = call.args
-    return [(ref.value, Region(index, 1))] if dim == 0 else []
+    return [(ref.value, RowRange(index, 1))] if dim == 0 else []
 
 
-REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] = {
+REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, RowRange]]]] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.slice_backward.default: _slice,
@@ -139,7 +143,7 @@ REGIONS: Mapping[Any, Callable[[Call, CapturedStep], list[tuple[str, Region]]]] 
 range of rows."""
 
 
-def _regions(call: Call, step: CapturedStep) -> list[tuple[str, Region]]:
+def _regions(call: Call, step: CapturedStep) -> list[tuple[str, RowRange]]:
     row = REGIONS.get(call.target)
     return row(call, step) if row else []
 

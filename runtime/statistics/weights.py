@@ -18,7 +18,15 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
-from rematplan.runtime.statistics.trace_gradients import SAME, NoRow, Placement, Region, Term, mapped, terms
+from rematplan.runtime.statistics.trace_gradients import (
+    SAME,
+    NoRow,
+    Placement,
+    RowRange,
+    Summand,
+    mapped,
+    summands,
+)
 
 aten = torch.ops.aten
 
@@ -160,10 +168,9 @@ class Weights:
     def _weight(self, name: str, value: str, parts: tuple[str, ...] = ()) -> Weight:
         """Return the weight ``name`` with the gradient ``value``; `NoRow` if it cannot have statistics.
         ``parts``: the parameters of an effective weight."""
-        by_region: dict[Region | None, list[Use]] = defaultdict(list)
-        for term in terms(self.step, value, self._product):
-            use = Use(term.found, mapped(term.found, term.chain))
-            by_region[term.region].append(use)
+        by_region: dict[RowRange | None, list[Use]] = defaultdict(list)
+        for one in summands(self.step, value, self._product):
+            by_region[one.region].append(Use(one.found, mapped(one.found, one.chain)))
         for uses in by_region.values():
             first = uses[0].placement
             like = (first.split, first.order, first.groups, first.d_out)
@@ -179,7 +186,7 @@ class Weights:
         return self._of_regions(name, value, {r: u for r, u in by_region.items() if r}, parts)
 
     def _of_regions(
-        self, name: str, value: str, regions: dict[Region, list[Use]], parts: tuple[str, ...]
+        self, name: str, value: str, regions: dict[RowRange, list[Use]], parts: tuple[str, ...]
     ) -> Weight:
         """Return a weight whose ranges of rows are multiplied with different inputs, like the packed
         projections of an attention.
@@ -248,10 +255,10 @@ class Weights:
         return True
 
     def _with_biases(self, found: list[Weight], left: dict[str, str]) -> Iterator[Weight]:
-        keys: dict[str, list[tuple[Region | None, BiasKey]]] = {}
+        keys: dict[str, list[tuple[RowRange | None, BiasKey]]] = {}
         for name, value in left.items():
             try:
-                own: list[Term[BiasKey]] = terms(self.step, value, self._bias_key)
+                own: list[Summand[BiasKey]] = summands(self.step, value, self._bias_key)
                 keys[name] = [(term.region, term.found) for term in own]
             except NoRow:
                 continue
@@ -276,7 +283,7 @@ class Weights:
         kept = [dim for dim in range(fake.dim()) if dim not in summed]
         return _tensor_key(self.step, call.args[0].value, fake, kept)
 
-    def _belongs(self, weight: Weight, keys: list[tuple[Region | None, BiasKey]]) -> bool:
+    def _belongs(self, weight: Weight, keys: list[tuple[RowRange | None, BiasKey]]) -> bool:
         """Return whether the products of a bias are those of a weight: as many, and each with a counterpart."""
         wanted: list[set[BiasKey]] = []
         for block in weight.blocks:
@@ -313,7 +320,7 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
     return (step.values[value].storage, int(fake.storage_offset()), fake.numel(), tuple(dims))
 
 
-def _below_rows(placement: Placement, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _below_rows(placement: Placement, region: RowRange) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return ``split`` and ``order`` of one row of a range of a weight's rows, as in `Factors`.
 
     None if the range has several groups or its first dimension is not that of the matrix's rows.

@@ -14,7 +14,7 @@ from test_stage_slices import one_op_a_block, tied
 
 from rematplan.ir import UsageError
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
-from rematplan.planner.pipeline.stage_partition import Partition, changed, descent, partitions, shifted
+from rematplan.planner.pipeline.stage_partition import StagePartition, changed, descent, partitions, shifted
 from rematplan.planner.pipeline.timeline import Link
 
 
@@ -85,7 +85,7 @@ def test_too_many_stages_and_tied_weights_are_refused() -> None:
         UsageError, match=r"tied cannot be .* 3 stages, only into 2: stages cannot share w, which"
     ):
         partitions(chain, 3, lambda i, j, s: 1.0)
-    assert partitions(chain, 2, lambda i, j, s: 1.0) == [Partition((3,), 1.0, 2.0)]
+    assert partitions(chain, 2, lambda i, j, s: 1.0) == [StagePartition((3,), 1.0, 2.0)]
 
 
 def test_shifted_cuts_stay_apart() -> None:

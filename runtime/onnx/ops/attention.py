@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.reduce import softmax
-from rematplan.runtime.onnx.ops.rows import Rows, integer, number, refuse
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
-ROWS = Rows()
+ROWS = OpRows()
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
-from rematplan.runtime.onnx.ops.rows import Rows, by_attributes, integer, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, by_attributes, integer, refuse, text
 from rematplan.runtime.onnx.ops.values import SAME_WIDTH, WIDER, constant_tensor, signed
 
-ROWS = Rows()
+ROWS = OpRows()
 
 
 # ------------------------------------------------------------------ gathering and scattering

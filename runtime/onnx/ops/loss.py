@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Row, Rows, integer, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, Row, integer, ints, number, refuse, text
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
-ROWS = Rows()
+ROWS = OpRows()
 
 NEVER = -100  # torch's default of ignore_index, a number that is no class
 

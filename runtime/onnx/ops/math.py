@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, number, present, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, present, text
 from rematplan.runtime.onnx.ops.values import WIDER, signed
 
-ROWS = Rows()
+ROWS = OpRows()
 
 Unary = Callable[[Tensor], Tensor]
 Binary = Callable[[Any, Any], Tensor]

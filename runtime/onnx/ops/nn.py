@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, intended, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, intended, ints, number, refuse, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {

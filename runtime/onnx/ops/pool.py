@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.nn import pad_spatial, spread, window_pads
-from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, number, refuse, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

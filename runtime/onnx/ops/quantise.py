@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rematplan.ir.onnx.fake_quantisation import INT32
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, refuse
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
-ROWS = Rows()
+ROWS = OpRows()
 
 QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, refuse, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 Activation = Callable[[Tensor], Tensor]
 State = tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class Kind:
     """The number of state tensors; 2 for LSTM, hidden state and cell."""
     activations: tuple[str, ...]
     """The names of the default activations."""
-    step: Callable[[Node, Sequence[Activation], Tensor, State, Weights], State]
+    step: Callable[[Node, Sequence[Activation], Tensor, State, CellWeights], State]
     """Computes one time step: ``step(node, activations, projected, state, weights)`` returns the next state.
 
     ``projected`` is X·Wᵀ plus its bias at that time step, (batch, gates·hidden).
@@ -59,7 +59,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Weights:
+class CellWeights:
     """The recurrent weights of one direction."""
 
     r: Tensor
@@ -123,11 +123,11 @@ def _clipped(
 # ------------------------------------------------------------------ one step of each kind
 
 
-def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
+def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: CellWeights) -> State:
     return (act[0](x + F.linear(state[0], w.r, w.bias)),)
 
 
-def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
+def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: CellWeights) -> State:
     """Return the next state of a GRU, with gates z, r, h and ``x`` = X·Wᵀ plus its bias, (batch, 3·hidden).
 
     ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before it.
@@ -144,7 +144,7 @@ def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
     return ((1 - z) * new + z * h,)
 
 
-def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: Weights) -> State:
+def _lstm_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: CellWeights) -> State:
     """Return the next hidden state and cell of an LSTM, with gates i, o, f, c and ``x`` = X·Wᵀ plus its bias,
     (batch, 4·hidden)."""
     h, c = state
@@ -188,7 +188,9 @@ def _run(node: Node, kind: Kind, inputs: Sequence[Tensor | None]) -> tuple[Tenso
         zero = x.new_zeros((x.shape[1], r.shape[2]))
         state = tuple(zero if s is None else s[d] for s in begin)
         projected = F.linear(_reversed(x, lengths) if backward else x, w[d], bias[0])
-        outputs, end = _unrolled(node, kind, act, projected, state, Weights(r[d], bias[1], parts), lengths)
+        outputs, end = _unrolled(
+            node, kind, act, projected, state, CellWeights(r[d], bias[1], parts), lengths
+        )
         sequences.append(_reversed(outputs, lengths) if backward else outputs)
         ends.append(end)
     y = torch.stack(sequences, 1)
@@ -204,7 +206,7 @@ def _unrolled(
     act: Sequence[Activation],
     projected: Tensor,
     state: State,
-    weights: Weights,
+    weights: CellWeights,
     lengths: Tensor | None,
 ) -> tuple[Tensor, State]:
     """Return the hidden states of all steps of one direction, zero after each sequence's end, and the state at that

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, Rows, integer, ints, known_ints, number, present, text
+from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, ints, known_ints, number, present, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 
 # ------------------------------------------------------------------ reductions

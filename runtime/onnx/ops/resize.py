@@ -18,7 +18,7 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    Rows,
+    OpRows,
     by_attributes,
     integer,
     ints,
@@ -28,7 +28,7 @@ from rematplan.runtime.onnx.ops.rows import (
     text,
 )
 
-ROWS = Rows()
+ROWS = OpRows()
 
 LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 

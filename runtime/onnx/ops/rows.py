@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass
-class Rows:
+class OpRows:
     """The op table's entries (`Row`) for the ops of one module. The decorator `add` appends an entry."""
 
     rows: list[Row] = field(default_factory=list)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, refuse, stated
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, refuse, stated
 from rematplan.runtime.onnx.ops.values import to_tensor
 
-ROWS = Rows()
+ROWS = OpRows()
 
 Value = Any  # Tensor | np.ndarray
 

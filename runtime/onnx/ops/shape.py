@@ -13,7 +13,7 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    Rows,
+    OpRows,
     by_attributes,
     integer,
     ints,
@@ -23,7 +23,7 @@ from rematplan.runtime.onnx.ops.rows import (
 )
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES, to_tensor
 
-ROWS = Rows()
+ROWS = OpRows()
 
 
 # ------------------------------------------------------------------ shapes as values

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, Rows, integer
+from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
-ROWS = Rows()
+ROWS = OpRows()
 
 
 def _complex(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    Rows,
+    OpRows,
     by_attributes,
     integer,
     ints,
@@ -20,7 +20,7 @@ from rematplan.runtime.onnx.ops.rows import (
     text,
 )
 
-ROWS = Rows()
+ROWS = OpRows()
 
 
 # ------------------------------------------------------------------ joining and splitting

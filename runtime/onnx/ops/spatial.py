@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, ints, known_ints, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, known_ints, refuse, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 # ONNX's names of the modes, older and newer, and torch's.
 SAMPLE_MODES = {

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Rows, integer, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, refuse, text
 
-ROWS = Rows()
+ROWS = OpRows()
 
 # For each update rule: whether the state decays; whether the value that the state predicts is subtracted from the
 # new value.
