@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rematplan.ir import InfeasibleBudget, ProblemError, RematplanError, TrainingGraph, show_bytes
+from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
@@ -33,7 +33,7 @@ from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.resizing import Resizing
-from rematplan.plans.splitting import RewrittenStep, smallest_with_splits, split_as_asked
+from rematplan.plans.splitting import RewrittenStep, about_splits, split_as_asked
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -97,7 +97,9 @@ class Planner(StepProblems):
         except InfeasibleBudget as error:
             if not first:
                 raise
-            raise self._with_splits_hint(error, step) from None
+            if self.options.saved or self.options.several:
+                raise
+            raise about_splits(self._with_earlier_gradients(step)[0], step, error) from None
         rounds = bool(changed.notes)
         carries = found.carries and not rounds  # splits and kernels are those of one size
         return replace(found, notes=(*changed.notes, *found.notes), carries=carries, rounds=rounds)
@@ -116,20 +118,6 @@ class Planner(StepProblems):
             return split_as_asked(charged, step, needed=first)
         # A percentage refers to the step as it is.
         return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]), needed=first)
-
-    def _with_splits_hint(self, error: InfeasibleBudget, step: CapturedStep) -> InfeasibleBudget:
-        """Return the error that no plan fits, with the smallest peak that splits reach if that is smaller and splits
-        were not asked for."""
-        if self.options.split != UNSPLIT or self.options.saved or self.options.several:
-            return error
-        try:
-            smallest = smallest_with_splits(self._with_earlier_gradients(step)[0], step)
-        except RematplanError:  # it must not take the place of the refusal
-            return error
-        if smallest is None or smallest >= error.smallest:
-            return error
-        text = f"with split=auto: {show_bytes(smallest)} ({smallest} bytes)"
-        return error.changed(hint=f"{error.hint}; {text}" if error.hint else text)
 
     def _planned_whole(
         self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
+from rematplan.ir import InfeasibleBudget, RematplanError, TrainingGraph, UsageError, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
@@ -17,6 +17,7 @@ from rematplan.plans.budgets import Budget, parse_budget, plan_within
 from rematplan.plans.op_costs import PROFILE
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
 from rematplan.plans.plan_searches import fixed_bytes
+from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.axis_rules import rule_of
@@ -219,15 +220,46 @@ class _Trial:
         return replace(auto, time_limit=TRIAL * asked.time_limit)
 
 
-def smallest_with_splits(problems: StepProblems, step: CapturedStep) -> int | None:
-    """Return the smallest peak, in bytes, of a short search with split regions; None if the op that binds it cannot
-    be split."""
+def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
+    """Return the error that no plan fits with what is known of splits: the bound of all if they are chosen, that the
+    bound is of the stated ones, or how small a peak they reach if none were asked for."""
+    asked = problems.options.split
+    if isinstance(asked, tuple):
+        return error.changed(floor=f"{error.floor}, with the stated splits")
+    try:
+        if asked == AUTO_SPLIT:
+            return _with_any_splits(problems, step, error)
+        text = _reached_by_splits(problems, step, error.smallest)
+    except RematplanError:  # it must not take the place of the refusal
+        return error
+    return error.changed(hint="; ".join(part for part in (error.hint, text) if part))
+
+
+def _with_any_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
+    """Return a refusal of the splits that were chosen with what is proven of all."""
+    floor = split_floor(step, problems.problem_at(step)[1], splittable(step, find_regions(step)))
+    if error.budget < floor.bytes:
+        return error.changed(known="proven", floor=floor_text(floor))
+    return error.changed(
+        known="searched" if error.known == "proven" else error.known, floor=floor_text(floor)
+    )
+
+
+def _reached_by_splits(problems: StepProblems, step: CapturedStep, smallest: int) -> str:
+    """Return text that states the peak of a short search with split regions, and the bound of all splits; empty if the
+    op that binds the peak cannot be split, or if the peak is not below ``smallest``."""
     trial = _Trial(problems, step, parse_budget("least"))
-    bound = min_peak_bound(trial.problem({})).op
+    whole = trial.problem({})
+    bound = min_peak_bound(whole).op
     if bound not in step.call or rule_of(step, step.call[bound]) is None:
-        return None  # to find regions takes longer
+        return ""  # to find regions takes longer
     regions = find_regions(step)
     if not any(bound in region.calls for region in regions):
-        return None
-    *_, least = _splits_of_what_binds(trial, kinds_of(step, splittable(step, regions)))
-    return trial.smallest_peak(least) if least else None
+        return ""
+    regions = splittable(step, regions)
+    *_, least = _splits_of_what_binds(trial, kinds_of(step, regions))
+    peak = trial.smallest_peak(least) if least else smallest
+    if peak >= smallest:
+        return ""
+    floor = split_floor(step, whole, regions).bytes
+    return f"with split=auto: {show_bytes(peak)} ({peak} bytes), and no splits need less than {show_bytes(floor)}"

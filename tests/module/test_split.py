@@ -97,6 +97,19 @@ def test_a_refusal_says_what_splits_would_need(model: Head, tokens: Tensor) -> N
     assert found.plan.peak <= 1.02 * bytes_
 
 
+def test_proven_of_chosen_splits_is_what_no_other_splits_reach(model: Head, tokens: Tensor) -> None:
+    fixed = sum(2 * p.nbytes for p in model.parameters())
+    for budget, known in ((fixed + 50_000, "searched"), (fixed // 2, "proven")):
+        with pytest.raises(InfeasibleBudget, match="whatever is split: what the end holds") as refused:
+            planned(model, tokens, budget=budget, split="auto")
+        assert refused.value.known == known
+    with pytest.raises(
+        InfeasibleBudget, match=r"in addition to the inputs, with the stated splits$"
+    ) as refused:
+        planned(model, tokens, budget=fixed + 1000, split={"loss": 2})
+    assert refused.value.known == "proven"
+
+
 def test_nothing_is_split_within_a_large_budget(model: Head, tokens: Tensor) -> None:
     whole = planned(model, tokens, budget="100%")
     found = planned(model, tokens, budget="100%", split="auto")

@@ -1,0 +1,62 @@
+"""A lower bound of the peak of every plan of a step, whichever of its regions are split, into however many parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rematplan.ir import Op, TrainingGraph, show_bytes
+from rematplan.planner.arrays.precedence import precedence
+from rematplan.planner.bounds.cut_bounds import PeakBound
+from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.in_place_calls import IN_PLACE
+from rematplan.runtime.split.regions import SplitRegion
+
+
+def split_floor(step: CapturedStep, graph: TrainingGraph, regions: Sequence[SplitRegion]) -> PeakBound:
+    """Return the bound. ``graph``: the problem of the step without splits. ``regions``: all that can be split.
+
+    An op outside of the regions reads and writes whole tensors, however they were made; ops of regions are not counted.
+    """
+    split = {name for region in regions for name in region.calls}
+    in_parts = {storage for name in split for storage in step.writes(step.call[name])}
+    # A sum of what regions make may be computed in the memory of an operand.
+    uncounted = split | {call.name for call in step.calls if call.target in IN_PLACE}
+    inputs, needed = set(graph.inputs), precedence(graph).needed
+    floor = PeakBound(graph.input_bytes + sum(graph.size[t] for t in {*graph.outputs} - inputs), None)
+    for at, op in enumerate(graph.ops):
+        if needed >> at & 1 and op.name not in uncounted:
+            made = in_parts & set(op.reads)
+            bytes_ = sum(graph.size[t] for t in {*op.reads, *op.writes} - inputs - in_parts)
+            # Its workspace may be smaller if an operand that was joined has other strides.
+            bytes_ += sum(_needed(step, graph, op, t) for t in made) if made else op.workspace
+            if graph.input_bytes + bytes_ > floor.bytes:
+                floor = PeakBound(graph.input_bytes + bytes_, op.name)
+    return floor
+
+
+def floor_text(floor: PeakBound) -> str:
+    """Return text that states the bound, and why."""
+    why = (
+        "what the end holds"
+        if floor.op is None
+        else f"op {floor.op!r}, which cannot be split, and the inputs"
+    )
+    return f"{show_bytes(floor.bytes)} ({floor.bytes} bytes) whatever is split: {why}"
+
+
+def _needed(step: CapturedStep, graph: TrainingGraph, op: Op, storage: str) -> int:
+    """Return how many bytes an op needs at least of a tensor of which it may read a view: the rest need not exist."""
+    if op.name not in step.call:
+        return graph.size[storage] if storage in graph.outputs else 0
+    read = [step.values[name] for name in step.call[op.name].operands]
+    return max(min(graph.size[storage], _bytes(v.fake)) for v in read if v.storage == storage)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, of those that expanded dimensions repeat only once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
