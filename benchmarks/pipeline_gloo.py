@@ -24,8 +24,8 @@ from rematplan.models import build, example_inputs
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.schedules import VIRTUAL
 from rematplan.pipeline.torch_stages import torch_stage
-from rematplan.planner.pipeline import in_flight
-from rematplan.planner.pipeline.in_flight import RankSearchLimits
+from rematplan.planner.pipeline import rank_search
+from rematplan.planner.pipeline.rank_search import RankSearchLimits
 from rematplan.runtime.costs.measure import peak_above_entry
 
 RANKS = 4
@@ -37,7 +37,7 @@ SHARES = ("100%", "80%")
 """Budgets, of the largest peak of a rank without recomputation. Where no plans fit, the least budget found is used."""
 FEW = RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
 """Limits of a search that finds some plans quickly: the table is about their peaks, not about extra time."""
-FULL = in_flight.LIMITS
+FULL = rank_search.LIMITS
 SHARE = 0.7
 """The budget of `zbv`, as a share of the largest peak of a rank of PyTorch's pipeline."""
 STRATEGY = "approx_dp"
@@ -122,7 +122,7 @@ def planned(case: Case, limits: RankSearchLimits = FEW, **given: Any) -> rematpl
         "costs": case.costs,
     }
     given = {"budget": case.share, "strategy": STRATEGY} | asked | given
-    with patch.object(in_flight, "LIMITS", limits):
+    with patch.object(rank_search, "LIMITS", limits):
         for _ in range(case.ranks):
             try:
                 return rematplan.plan_pipeline(model, (x,), **given)

@@ -48,7 +48,7 @@ from trainers import bytes_of
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, RematplanError, UsageError
-from rematplan.module.planning import with_runner
+from rematplan.module.plan_access import with_runner
 from rematplan.module.verification import same_bits
 from rematplan.runtime.costs.measure import peak_above_entry
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.module.first_plan_check import check_first_plan
+from rematplan.module.plan_access import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.planned_module import planned_module
-from rematplan.module.planning import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.shape_options import DynamicShapes, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
 from rematplan.parts.whole_or_parts import WholeOrParts

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rematplan.ir import NoGradients, UsageError
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Original
-from rematplan.module.planning import IN_PLACE, HasRunner, watch_backwards
+from rematplan.module.plan_access import IN_PLACE, HasRunner, watch_backwards
 from rematplan.parts.find_modules import named_modules
 from rematplan.parts.whole_or_parts import WholeOrParts
 from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors

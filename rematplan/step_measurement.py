@@ -12,7 +12,7 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.module.given_plan import module_with_plan, ops_of
-from rematplan.module.planning import Planning
+from rematplan.module.plan_access import Planning
 from rematplan.module.verification import Verification, run_once, untouched, verify
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan

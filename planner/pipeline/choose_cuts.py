@@ -18,10 +18,10 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, StagePlanner, plans_of_ranks
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
 from rematplan.planner.pipeline.messages import RANDOM_STATE, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
+from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, StagePlanner, plans_of_ranks
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
 from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, descent, partitions

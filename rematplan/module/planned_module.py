@@ -12,7 +12,7 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.module.forward_capture import Original
-from rematplan.module.planning import HasRunner, Planning
+from rematplan.module.plan_access import HasRunner, Planning
 from rematplan.module.runner import Runner
 from rematplan.module.unplanned_calls import watched_methods
 from rematplan.runtime.capture.capture import check_traceable

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
-from rematplan.module.planning import capture_of
+from rematplan.module.plan_access import capture_of
 from rematplan.module.shape_options import Axis, ShapeOptions
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.plans.options import RAISE

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from rematplan.ir import UsageError
-from rematplan.module.planning import Planning
+from rematplan.module.plan_access import Planning
 from rematplan.optim.statistics_source import StatisticsSource
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.recorder import Listener

@@ -21,9 +21,9 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.pipeline.actions import Action, RankActions
-from rematplan.planner.pipeline.in_flight import RankSearch
 from rematplan.planner.pipeline.rank_budget_shares import RankBudgetShares
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_search import RankSearch
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute

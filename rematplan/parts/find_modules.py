@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from rematplan.ir import ModelError, UsageError
-from rematplan.module.planning import IN_PLACE, HasRunner
+from rematplan.module.plan_access import IN_PLACE, HasRunner
 
 
 def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rematplan.module.captures import ReadyCapture, capture_call
 from rematplan.module.given_plan import module_with_plan, ops_of
-from rematplan.module.planning import Planning
+from rematplan.module.plan_access import Planning
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan

@@ -26,8 +26,8 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.choose_cuts import RECOVERING, PipelineSearch, Terms, returned_bytes
-from rematplan.planner.pipeline.in_flight import StagePlanner
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.rank_search import StagePlanner
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans.budgets import Budget

@@ -15,9 +15,9 @@ from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch
 from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, plans_of_ranks
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, plans_of_ranks
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import stage_planner

@@ -29,9 +29,9 @@ from rematplan.pipeline.rank_plans import CapturedPart, measured_rank_plan, rank
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
-from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.rank_search import RankPlan
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions

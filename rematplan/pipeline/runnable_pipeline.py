@@ -20,9 +20,9 @@ from rematplan.pipeline.rank_plans import CapturedPart
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline.actions import PipelineSchedule
-from rematplan.planner.pipeline.in_flight import RankPlan
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
+from rematplan.planner.pipeline.rank_search import RankPlan
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule

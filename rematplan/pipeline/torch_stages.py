@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from rematplan.module.planning import HasRunner, deferred_backwards
+from rematplan.module.plan_access import HasRunner, deferred_backwards
 from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.pipeline.stage_modules import StageModule
 

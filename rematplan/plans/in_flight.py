@@ -11,8 +11,8 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
-from rematplan.planner.pipeline.in_flight import RankSearch, StagePlanner
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_search import RankSearch, StagePlanner
 from rematplan.planner.pipeline.stage_plan import StagePlan, StandingBytes
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.module.planning import runner_of
-from rematplan.planner.pipeline import in_flight
+from rematplan.module.plan_access import runner_of
+from rematplan.planner.pipeline import rank_search
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.optimizer_memory import optimizer_memory
 
@@ -255,7 +255,7 @@ def apart(name: str, collective: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     """Check each way of training."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    in_flight.LIMITS = in_flight.RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
+    rank_search.LIMITS = rank_search.RankSearchLimits(grid=3, refined=2, lowered=2, cheaper=0)
     with gloo_rank(rank, 2, rendezvous):
         for name in COLLECTIVES:
             if hasattr(distributed, name):

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, NotCaptured, UsageError
-from rematplan.module.planning import runner_of
-from rematplan.planner.pipeline import in_flight
+from rematplan.module.plan_access import runner_of
+from rematplan.planner.pipeline import rank_search
 from rematplan.runtime.costs.measure import peak_above_entry
 
 WIDTH, ROWS = 16, 192
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def _few_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_flight, "LIMITS", FEW)
+        patch.setattr(rank_search, "LIMITS", FEW)
         yield
 
 

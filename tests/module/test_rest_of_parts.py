@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.module.planning import runner_of
+from rematplan.module.plan_access import runner_of
 from rematplan.runtime.costs.measure import peak_above_entry
 
 ROWS, WIDTH = 96, 32

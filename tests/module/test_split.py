@@ -14,7 +14,7 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.module.captures import capture_call
-from rematplan.module.planning import runner_of
+from rematplan.module.plan_access import runner_of
 from rematplan.plans.options import PlanOptions, stated_splits
 from rematplan.plans.planner import Planner
 from rematplan.runtime.costs.measure import peak_above_entry

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
-from rematplan.planner.pipeline import in_flight
-from rematplan.planner.pipeline.in_flight import RankSearchLimits
+from rematplan.planner.pipeline import rank_search
+from rematplan.planner.pipeline.rank_search import RankSearchLimits
 from rematplan.runtime.pipeline.stage_modules import stage_modules
 
 ASKED: dict[str, Any] = {"costs": "roofline", "loss_fn": loss}
@@ -94,7 +94,7 @@ def planned(rows: int, sizes: dict[str, Any] | None = None, **asked: Any) -> Any
     each = (sizes or {}).get("blocks", BLOCKS) // stages
     cuts = tuple(f"blocks.{each * k}" for k in range(1, stages))
     x, y = data(rows)
-    with patch.object(in_flight, "LIMITS", FEW):
+    with patch.object(rank_search, "LIMITS", FEW):
         return rematplan.plan_pipeline(
             net(**(sizes or {})), (x,), NAMED, **ASKED | {"cuts": cuts, "target": y} | asked
         )

@@ -15,7 +15,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget
 from rematplan.pipeline.rank_plans import rank_plans
 from rematplan.pipeline.schedules import VIRTUAL
-from rematplan.planner.pipeline import in_flight
+from rematplan.planner.pipeline import rank_search
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
@@ -63,7 +63,7 @@ def planned(asked: dict[str, Any], percent: int) -> rematplan.Pipeline:
     whole = planned_tasks.planned(budget="1GiB", strategy="store_all", **asked)
     budget = percent * max(whole.peaks.values()) // 100
     options = PlanOptions(budget="min", strategy=ApproxDP(), costs="roofline")
-    with patch.object(in_flight, "LIMITS", planned_tasks.FEW):
+    with patch.object(rank_search, "LIMITS", planned_tasks.FEW):
         try:
             found = rank_plans(whole.order, range(RANKS), whole.parts, budget, options)
         except InfeasibleBudget as refused:

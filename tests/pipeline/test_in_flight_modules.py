@@ -18,8 +18,8 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.plans.in_flight import QUESTIONS, stage_planner, with_in_flight

@@ -19,10 +19,10 @@ from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core import effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
-from rematplan.planner.pipeline import choose_cuts, in_flight
+from rematplan.planner.pipeline import choose_cuts, rank_search
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch, RankSearchLimits
 from rematplan.planner.pipeline.messages import CONNECTING
+from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, RankSearchLimits
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.planner.strategies.exact_dp import ExactDP
@@ -188,7 +188,7 @@ def test_if_no_cuts_fit_the_least_budget_is_that_of_the_cuts_that_need_least(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With this budget the search finds plans, and with one byte less it does not. Other cuts need at least as much."""
-    monkeypatch.setattr(in_flight, "LIMITS", RankSearchLimits(grid=2, refined=0, descents=0, cheaper=0))
+    monkeypatch.setattr(rank_search, "LIMITS", RankSearchLimits(grid=2, refined=0, descents=0, cheaper=0))
     chain = chained()
 
     def least(cuts: tuple[int, ...] | None) -> int:

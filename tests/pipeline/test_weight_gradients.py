@@ -12,7 +12,7 @@ from torch import nn
 
 import rematplan
 from rematplan.ir import ProblemError
-from rematplan.module.planning import deferred_backwards
+from rematplan.module.plan_access import deferred_backwards
 from rematplan.planner.core.schedule import Run, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.strategies.store_all import no_recompute

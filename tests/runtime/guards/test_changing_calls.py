@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.module.planning import runner_of
+from rematplan.module.plan_access import runner_of
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.guards import call_key, open_key
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
-from rematplan.module.planning import Planning
+from rematplan.module.plan_access import Planning
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.statistics.gram import CHUNK_BYTES
 

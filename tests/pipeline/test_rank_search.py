@@ -22,8 +22,8 @@ from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_forward_one_backward
-from rematplan.planner.pipeline.in_flight import RankPlan, RankSearch
 from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch
 from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.anneal import Anneal
