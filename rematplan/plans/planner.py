@@ -95,10 +95,10 @@ class Planner(StepProblems):
         try:
             found = self._planned_whole(changed.step, step, first, progress)
         except InfeasibleBudget as error:
-            if not first:
+            if not first or self.options.saved or self.options.several:
                 raise
-            if self.options.saved or self.options.several:
-                raise
+            if self.options.fuses:
+                raise error.changed(floor=f"{error.floor}, with fused kernels") from None
             raise about_splits(self._with_earlier_gradients(step)[0], step, error) from None
         rounds = bool(changed.notes)
         carries = found.carries and not rounds  # splits and kernels are those of one size

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.cli import main
-from rematplan.ir import UsageError
+from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.fuse import fuse, inductor, kernel
 from rematplan.runtime.graph import compat
@@ -56,6 +56,13 @@ class Net(nn.Module):
 def model() -> Net:
     torch.manual_seed(0)
     return Net()
+
+
+def test_the_bound_in_a_refusal_is_of_the_fused_step(model: Net) -> None:
+    with pytest.raises(InfeasibleBudget, match=r"the proven least is .*, with fused kernels$"):
+        rematplan.plan_module(
+            model, (torch.randn(4, 16),), budget=20_000, kernels="fused", strategy=QUICK, costs="roofline"
+        )
 
 
 BATCH = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(0))
