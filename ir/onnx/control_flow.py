@@ -85,7 +85,8 @@ class _Unrolling:
             self.known[array.name] = array.load()
 
     def walk(self, nodes: Iterable[Node], names: Mapping[str, str]) -> None:
-        """Append nodes to the new graph; nodes with subgraphs are replaced first.
+        """Append nodes to the new graph. Nodes with subgraphs are replaced first; `ModelError` for other kinds than If,
+        Loop and Scan.
 
         ``names``: the new graph's name for each value whose name changes.
         """

@@ -12,7 +12,8 @@ from rematplan.ir import UsageError, first_line
 
 
 def user_function(name: str) -> Callable[..., Any]:
-    """Return the function ``package.module:function``, also of the present folder; `UsageError` if there is none."""
+    """Return the function ``package.module:function``; `UsageError` if there is none. The present folder is added to
+    ``sys.path``."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise UsageError(f"{name!r} is not of the form package.module:function")

@@ -60,7 +60,7 @@ class RematplanCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any = None, **_: Any
     ) -> None:
-        """Plan the model in place."""
+        """Plan the model, or the stated part of it, in place; warn of an untested version."""
         del state, control
         warn_if_untested("transformers", TESTED)
         part = _unfused(model) if self.module is None else part_of(model, self.module)

@@ -76,9 +76,8 @@ def plan_stages(
     model: Mapping[str, Any],
     progress: Progress,
 ) -> PlannedPipeline:
-    """Divide a captured step into stages and plan them; of the pipelines found, return the one with the least
-    makespan.
-    """
+    """Divide a captured step into stages and plan them; of the pipelines found, return the one with the least makespan.
+    `UsageError` for cuts that are too few, too many or unknown."""
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
     if asked.cuts is not None:

@@ -71,9 +71,8 @@ class BackwardVariants:
         return other
 
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
-        """Return the conditions under which a backward runs. The backward half is compiled separately for each
-        combination of them.
-        """
+        """Return the variant of a backward whose outputs have the gradients ``tangents``. ``kept``: as in
+        `BackwardVariant`."""
         missing = frozenset(v for v, given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()

@@ -86,8 +86,8 @@ def _text(tensor: torch.Tensor, *form: str) -> str:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts that do not leave raise, as other reads of
-    traced values do."""
+    """Inside the block, let `Tensor.tolist` and `Tensor.numpy` raise, as other reads of traced values do, and texts
+    that are not only for people (`text_uses`)."""
 
     def refuse(read: Any, *_: Any) -> Any:
         raise DataDependentOutputException(read.__name__.lstrip("_"))

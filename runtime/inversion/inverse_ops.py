@@ -211,7 +211,7 @@ def _weight_and_bias(
 
 
 def _batch_norm(out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, *given: Any) -> float | None:
-    """Undo a batch norm: write its input into ``out``."""
+    """Undo a batch norm: write its input into ``out``. Return how errors grow, or None."""
     *affine, eps = given
     shape = (1, -1, *(1,) * (y.dim() - 2))
     scale = scale if eps is None else torch.rsqrt(scale + eps)
