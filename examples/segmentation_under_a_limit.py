@@ -38,9 +38,8 @@ def bytes_of_process() -> int:
 
 
 c_library = ctypes.CDLL(None)
-c_library.mallopt(
-    -3, 2**18
-)  # M_MMAP_THRESHOLD: a tensor's memory is returned to the system as soon as it is freed
+# M_MMAP_THRESHOLD: a tensor's memory is returned to the system as soon as it is freed.
+c_library.mallopt(-3, 2**18)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # each further thread has a stack in the address space

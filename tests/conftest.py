@@ -52,9 +52,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     own, kernels = tmp_path_factory.mktemp("cache"), cache_folder() / "kernels"
     (own / "rematplan").mkdir()
     kernels.mkdir(parents=True, exist_ok=True)
-    (own / "rematplan" / "kernels").symlink_to(
-        kernels
-    )  # machine code is everybody's: it takes a minute to compile
+    # Machine code is everybody's: it takes a minute to compile.
+    (own / "rematplan" / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         yield

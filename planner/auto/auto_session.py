@@ -61,9 +61,8 @@ class AutoSession:
         self.bound = BoundSearch(graph, budget)
         self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= SHARES.cores
-        self.two_threads = (
-            graph.has_phases and cores and not options.moves
-        )  # without phases one search has two threads
+        # Without phases one search has two threads.
+        self.two_threads = graph.has_phases and cores and not options.moves
         self.proof = Proof(self.bound, self.effort.like(SHARES.bound if cores else 1.0), options.gap)
         self.take((*starts, *known))
         self.refusal = RefusalSearch(
@@ -229,9 +228,8 @@ class AutoSession:
             plan = plan_from_runs(self.graph, exact.runs, "exhaustive")
             self.take((plan,))
             floor = plan.estimate.overhead
-        if all(
-            op.writes for op in self.graph.ops
-        ):  # plans also run ops that write nothing, which the problem does not require: then this is no bound
+        # Plans also run ops that write nothing, which the problem does not require: then this is no bound.
+        if all(op.writes for op in self.graph.ops):
             self.bound.best = Bound(floor)
         return True
 
@@ -250,9 +248,8 @@ class AutoSession:
             if self.finished:
                 return None
             last = graph is final
-            if (
-                not last and graph is self.graph
-            ):  # with inferred phases; it is searched again without them afterwards
+            # With inferred phases; it is searched again without them afterwards.
+            if not last and graph is self.graph:
                 share = 1.0 if self.options.keep_order else SHARES.marked
             if self.anneal(graph, share * self.effort.left) and last and not self.finished:
                 self.proof.finish(self.effort.left)

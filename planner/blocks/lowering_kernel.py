@@ -17,9 +17,8 @@ def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
         if traffic.forward[o] and block[o] == blocks - 1:
             resident[_writes(traffic, o)] = True
     stage = _stages(traffic, block, kept)
-    runs = np.empty(
-        2 * ops, dtype=np.int64
-    )  # a forward op runs at most twice, because recomputed tensors count as resident
+    # A forward op runs at most twice, because recomputed tensors count as resident.
+    runs = np.empty(2 * ops, dtype=np.int64)
     count = 0
     for o in np.argsort(block, kind="mergesort"):
         if traffic.forward[o]:

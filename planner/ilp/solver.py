@@ -149,10 +149,11 @@ class Solver:
             process, self._process = self._process, None
         if process is not None:
             process.kill()
+            # Leaving the block closes the pipes and waits for the end.
             with (
                 suppress(BrokenPipeError),
                 process,
-            ):  # leaving the block closes the pipes and waits for the end
+            ):
                 pass
 
 

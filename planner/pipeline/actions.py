@@ -114,9 +114,8 @@ class PipelineSchedule:
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind
-        every = (
-            (s, m) for s in stages for m in range(self.microbatches)
-        )  # read up to the first that is missing
+        # Read up to the first that is missing.
+        every = ((s, m) for s in stages for m in range(self.microbatches))
         missing = next((key for key in every if key not in kinds), None)
         other = min(
             (k for k in kinds if not (k[0] in stages and 0 <= k[1] < self.microbatches)), default=None

@@ -35,9 +35,8 @@ def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterato
     actions = list(actions)
     messages = message_bytes(actions, stages)
     resident = sum(p.standing.always for p in stages.values())
-    made: set[tuple[int, str]] = (
-        set()
-    )  # a stage and "I" or "W": the gradients that this action computes exist
+    # A stage and "I" or "W": the gradients that this action computes exist.
+    made: set[tuple[int, str]] = set()
     for action in actions:
         stage = stages[action.stage]
         new = {kind for kind in PARTS[action.kind] if (action.stage, kind) not in made}

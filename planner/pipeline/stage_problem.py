@@ -168,9 +168,8 @@ class StageProblem:
             + self.bytes((*self.leaving, *self.handed, *self.freed))
         }
         if self.weights is not None and deferred is not None:
-            gone = set(self.graph.op[self.weights].reads) - set(
-                self.graph.inputs
-            )  # freed with the I unless something reads it later
+            # Freed with the I unless something reads it later.
+            gone = set(self.graph.op[self.weights].reads) - set(self.graph.inputs)
             bounds[self.weights] = deferred - self.bytes(self.late_inputs) + self.bytes(gone)
 
         def limited(op: Op) -> Op:

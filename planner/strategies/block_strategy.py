@@ -55,9 +55,8 @@ class CandidateStrategy(FamilyStrategy):
         """Yield the candidates on the Pareto front as plans, by rising peak, until ``progress`` raises `Enough`."""
         front = self._front(graph, progress)
         with suppress(Enough):
-            for at, priced in enumerate(
-                reversed(front), 1
-            ):  # the smallest peak first, because the others may not fit
+            # The smallest peak first, because the others may not fit.
+            for at, priced in enumerate(reversed(front), 1):
                 yield self._plan(graph, priced)
                 progress(1.0, f"plan {at} of {len(front)}")
 

@@ -125,9 +125,8 @@ class Tracing:
             if not empty_traced_caches():
                 raise
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
-        own_error(
-            self.model, self.original.forward, args, kwargs
-        )  # fills the caches with tensors of eager mode
+        # Fills the caches with tensors of eager mode.
+        own_error(self.model, self.original.forward, args, kwargs)
         try:
             return self._fixed()
         finally:

@@ -47,9 +47,10 @@ def schedule_named(
                 f"1f1b needs at least as many micro-batches as ranks: {ranks}, not {microbatches}"
             )
         return ONE_STAGE[name](ranks, microbatches, hop)
+    # Imported here, since torch takes seconds to load.
     from rematplan.runtime.pipeline.action_lists import (
         action_lists,
-    )  # imported here, since torch takes seconds to load
+    )
 
     stages = ranks * (each or STAGES_A_RANK)
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))

@@ -160,9 +160,8 @@ class _GraphEmitter(Emitter):
 
     def _input(self, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
-        if (
-            not name.isidentifier()
-        ):  # as of a part of a split op; the generated code names its arguments by targets
+        # As of a part of a split op; the generated code names its arguments by targets.
+        if not name.isidentifier():
             node.target = node.name
         return node
 

@@ -112,9 +112,8 @@ class DataflowSchedule:
             if p.grad is not None:
                 p.grad.div_(self.updates.every)
         self.updates.optimizer.step()
-        self.updates.optimizer.zero_grad(
-            set_to_none=False
-        )  # the budget counts the gradients, so they stay allocated
+        # The budget counts the gradients, so they stay allocated.
+        self.updates.optimizer.zero_grad(set_to_none=False)
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of each micro-batch of a batch; none except on the first rank. `UsageError` for

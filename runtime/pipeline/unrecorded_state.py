@@ -29,9 +29,8 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
 
     def assigned(module: nn.Module, name: str, value: Any) -> None:
         if get_ident() == thread:
-            before = module.__dict__.get(
-                name
-            )  # not getattr: the tracer has modules without attributes of their own
+            # Not getattr: the tracer has modules without attributes of their own.
+            before = module.__dict__.get(name)
             known = module.__dict__.get("_buffers", {})
             if name in known and known[name] is not value:  # += assigns the same tensor
                 buffers.append(name)

@@ -33,9 +33,8 @@ def test_compare_lists_all_strategies(call: Callable[..., Any], tmp_path: Path) 
         assert both["extra_time"] <= plain["extra_time"]
     laned = rows[OVERLAP]
     assert laned["within_budget"] or not both["within_budget"]
-    assert (
-        laned["measured_peak"] <= 1.2 * laned["peak"]
-    )  # a roofline has no workspaces, of which there are two at once
+    # A roofline has no workspaces, of which there are two at once.
+    assert laned["measured_peak"] <= 1.2 * laned["peak"]
     assert laned["extra_time"] < both["extra_time"]
     assert laned["one_lane_seconds"] > 0
     assert both["one_lane_seconds"] is None

@@ -106,9 +106,8 @@ def test_a_budget_below_the_smallest_peak_is_refused(call, refused, problem) -> 
         low = call("plan", problem, "--budget", "1MB", "--strategy", strategy)
         refused(low, 3)
         smallest = int(re.search(r"smallest found[^(]*\((\d+) bytes\)", low.err)[1])
-        family = issubclass(
-            STRATEGIES[strategy], FamilyStrategy
-        )  # the others may find more or less in another search
+        # The others may find more or less in another search.
+        family = issubclass(STRATEGIES[strategy], FamilyStrategy)
         enough = smallest if family else smallest * 11 // 10
         assert call("plan", problem, "--budget", enough, "--strategy", strategy).status == 0
         if family:

@@ -123,9 +123,8 @@ def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
 
     fit(tmp_path / "plain", plain, [])
     fit(tmp_path, first, [callback(), every()], **saving)
-    torch.manual_seed(
-        0
-    )  # dropout goes on from another state; the weights of the checkpoint are what is compared
+    # Dropout goes on from another state; the weights of the checkpoint are what is compared.
+    torch.manual_seed(0)
     saved = torch.load(tmp_path / "at-step=20.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(saved[name], weight) for name, weight in plain.state_dict().items())
     fit(tmp_path, second, [callback()], resume=tmp_path / "at-step=10.ckpt")

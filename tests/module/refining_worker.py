@@ -53,9 +53,8 @@ def main() -> None:
         plans, changes = [planned.plan.schedule], []
         for step in range(STEPS):
             if draws.random() < 0.3:
-                planned._rematplan.last.running.refinement._best = float(
-                    "inf"
-                )  # so that any plan counts as better
+                # So that any plan counts as better.
+                planned._rematplan.last.running.refinement._best = float("inf")
                 elsewhere.find(rank=draws.randrange(8))
             losses = []
             for name, model in parallel.items():

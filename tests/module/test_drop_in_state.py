@@ -384,9 +384,8 @@ def twice_kept(model: nn.Module) -> list[Tensor]:
 def test_a_graph_that_is_kept_is_gone_through_again() -> None:
     planned, plain = planned_and_plain(net())
     equal_after(twice_kept, planned, plain)
-    planned, plain = planned_and_plain(
-        net(), budget="200%", strategy="store_all"
-    )  # of a step without x's gradient
+    # Of a step without x's gradient.
+    planned, plain = planned_and_plain(net(), budget="200%", strategy="store_all")
     equal_after(twice_kept, planned, plain)
 
 

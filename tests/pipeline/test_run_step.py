@@ -236,6 +236,5 @@ def test_a_rank_that_ends_takes_all_with_it_in_seconds(workers: Workers, file: P
     ]
     assert time.monotonic() - began < 60
     for one in told:
-        assert re.fullmatch(r"ProcessEnded: rank \d: another process .* says why", one), (
-            one
-        )  # no text of gloo's follows
+        # No text of gloo's follows.
+        assert re.fullmatch(r"ProcessEnded: rank \d: another process .* says why", one), one

@@ -114,9 +114,8 @@ def test_what_fits_nowhere_is_said_and_what_no_plan_can(problems):
         assert size in plan.proven or min_peak_bound(maker.at(size)).bytes <= budget  # searches prove more
         assert size not in plan.proven or size in unfit
     assert len(plan.families) == 2
-    assert (
-        no_recompute(maker.at(unfit[0] - 1)).estimate.peak > budget
-    )  # a plan was needed for the last that fits
+    # A plan was needed for the last that fits.
+    assert no_recompute(maker.at(unfit[0] - 1)).estimate.peak > budget
 
 
 def test_where_everything_fits_nothing_is_searched(problems, monkeypatch):

@@ -117,9 +117,8 @@ KEEPING = {"mse": functional.mse_loss, "smooth_l1": nn.functional.smooth_l1_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_that_keeps_memory_is_within_the_least_budget(kind: str, dtype: torch.dtype) -> None:
     target = torch.zeros(2, 3, 32, 32)
-    assert (
-        KEEPING[kind](target, target).untyped_storage().nbytes() == target.nbytes
-    )  # which is charged for this
+    # Which is charged for this.
+    assert KEEPING[kind](target, target).untyped_storage().nbytes() == target.nbytes
     widths = (3, 16, 32, 16, 3)
     layers = (nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.SiLU()) for i, o in pairwise(widths))
     model, x = nn.Sequential(*layers).to(dtype), target.to(dtype)
@@ -160,9 +159,8 @@ class WithAuxiliaryLoss(nn.Module):
 
 def test_room_for_a_loss_follows_the_outputs() -> None:
     outputs, scalars = 4 * 4 * 12 * OUT * OUT, 64
-    assert (
-        aside(small_outputs(30), images()) == 4 * outputs + scalars
-    )  # and the gradient, charged as a tangent
+    # And the gradient, charged as a tangent.
+    assert aside(small_outputs(30), images()) == 4 * outputs + scalars
     logits = 4 * words().numel() * CLASSES
     assert aside(large_outputs(), words()) == 3 * logits + scalars
     assert aside(large_outputs().bfloat16(), words()) == 7 * logits // 2 + scalars  # the loss is in float32
