@@ -232,6 +232,22 @@ def grown(array: Ints, used: int, more: int) -> Ints:
 
 
 @kernel
+def path_to(state: int, parent: Ints, first_action: Ints, actions: Ints) -> Ints:
+    """Return the actions from the search's start to a state."""
+    count, at = 0, state
+    while at >= 0:
+        count += first_action[at + 1] - first_action[at]
+        at = parent[at]
+    path, at = np.empty(count, np.int64), state
+    while at >= 0:
+        own = first_action[at + 1] - first_action[at]
+        path[count - own : count] = actions[first_action[at] : first_action[at + 1]]
+        count -= own
+        at = parent[at]
+    return path
+
+
+@kernel
 def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
@@ -274,6 +290,8 @@ def search(
     # The time of a search is nearly proportional to this: each loop over a set counts its tensors once.
     looked = 0
     bound = low
+    # The state that is expanded: -1 before the first, whose one child is ``start``. Other states have a child for each
+    # demanded tensor, in which the tensor's op is regressed.
     current, children = -1, 1
     while True:
         if current >= 0 or states:
@@ -331,6 +349,7 @@ def search(
             actions[acts : acts + made] = steps[:made]
             sizes[states], parent[states] = size, current
             first_tensor[states + 1], first_action[states + 1] = start_of + n, acts + made
+            # The child is state number ``states``, with its set in ``pool`` and its actions in ``actions``.
             reached = NEVER
             if goal < 0:
                 reached = max(level, certified_peak(T, demanded, n, size, order))
@@ -354,16 +373,7 @@ def search(
             break
     if end < 0:
         return best, bound, looked, none, start
-    count, state = 0, end
-    while state >= 0:
-        count += first_action[state + 1] - first_action[state]
-        state = parent[state]
-    path, state = np.empty(count, np.int64), end
-    while state >= 0:
-        own = first_action[state + 1] - first_action[state]
-        path[count - own : count] = actions[first_action[state] : first_action[state + 1]]
-        count -= own
-        state = parent[state]
+    path = path_to(end, parent, first_action, actions)
     return best, bound, looked, path, pool[first_tensor[end] : first_tensor[end + 1]].copy()
 
 

@@ -56,6 +56,17 @@ def upcoming(t: int, nexts: Ints, at: Ints, found: Ints) -> int:
 
 
 @inner
+def is_awaited(
+    t: int, next_read: Ints, read_at: Ints, read: Ints, next_write: Ints, write_at: Ints, written: Ints,
+    output: Flags,
+) -> bool:  # fmt: skip
+    """Return whether the present content of tensor ``t`` is read before it is written again, or is an output."""
+    reader = upcoming(t, next_read, read_at, read)
+    writer = upcoming(t, next_write, write_at, written)
+    return bool((reader <= writer and reader < NEVER) or (writer == NEVER and output[t]))
+
+
+@inner
 def drop(t: int, listed: Ints, count: int, place: Ints) -> int:
     """Remove a tensor from the list of resident ones. Return how many are left."""
     count -= 1
@@ -86,23 +97,18 @@ def replay(
             pinned[t] = i
             if place[t] < 0:
                 more += size[t]
-                reader, writer = (
-                    upcoming(t, next_read, read_at, read),
-                    upcoming(t, next_write, write_at, written),
-                )
-                needed |= (reader <= writer and reader < NEVER) or (writer == NEVER and output[t])
+                needed |= is_awaited(t, next_read, read_at, read, next_write, write_at, written, output)
         for k in range(reads_at[op], reads_at[op + 1]):
             pinned[reads[k]] = i
+        # Of tensors that a later run computes again before they are read, the one read last goes first.
         while needed and live + more > budget:
             worst, latest = -1, -1
             for j in range(count):
                 t = listed[j]
-                reader, writer = (
-                    upcoming(t, next_read, read_at, read),
-                    upcoming(t, next_write, write_at, written),
-                )
-                own = (reader <= writer and reader < NEVER) or (writer == NEVER and output[t])
-                if not own and pinned[t] != i and reader > latest:
+                reader = upcoming(t, next_read, read_at, read)
+                if pinned[t] == i or reader <= latest:
+                    continue
+                if not is_awaited(t, next_read, read_at, read, next_write, write_at, written, output):
                     worst, latest = t, reader
             if worst < 0:
                 break
@@ -117,16 +123,13 @@ def replay(
                     count += 1
                     live += size[t]
         for k in range(reads_at[op], reads_at[op + 1]):
-            t = reads[k]
-            next_read[t] += 1
-            if next_read[t] == read_at[t + 1] and not output[t] and place[t] >= 0:
-                live -= size[t]
-                count = drop(t, listed, count, place)
-        for k in range(writes_at[op], writes_at[op + 1]):
-            t = writes[k]
-            if next_read[t] == read_at[t + 1] and not output[t] and place[t] >= 0:
-                live -= size[t]
-                count = drop(t, listed, count, place)
+            next_read[reads[k]] += 1
+        for at, row in ((reads_at, reads), (writes_at, writes)):
+            for k in range(at[op], at[op + 1]):
+                t = row[k]
+                if next_read[t] == read_at[t + 1] and not output[t] and place[t] >= 0:
+                    live -= size[t]
+                    count = drop(t, listed, count, place)
     return kept
 
 
