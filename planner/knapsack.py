@@ -1,7 +1,7 @@
 """The 0/1 knapsack problem: of items with weights and values, those of the most value within a capacity.
 
 Nemhauser and Ullmann (1969): item by item, the list of all Pareto-optimal (weight, value) pairs of subsets. The items
-come in the order of value per weight, so the greedy completion of a pair, with a fraction of the first item that no
+come in the order of value per weight. So the greedy completion of a pair, with a fraction of the first item that no
 longer fits, bounds what the pair can reach (Dantzig, 1957). Pairs that cannot exceed the best subset found so far are
 dropped. What is left is small unless weights and values are strongly correlated.
 """

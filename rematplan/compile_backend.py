@@ -234,11 +234,11 @@ def backend(
     number of bytes applies at all other sizes.
 
     ``compiler``: ``eager`` runs the planned graphs unchanged. ``inductor`` compiles them with Inductor, which fuses and
-    reorders ops, so the plan's peak and overhead are estimates. The peak of the code is counted, and a graph with
-    fixed sizes is planned and compiled again, at most five times, until its code fits the budget and uses most of it.
-    So a plan's own peak may exceed the budget. A warning says if no code fits. (Inductor is kept from changing the
-    layout of convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler
-    ``eager``, which then calls fused kernels; they are those of one size, so each size is compiled, as with ``split``.
+    reorders ops, so the plan's peak and overhead are estimates. The peak of the code is counted. A graph with fixed
+    sizes is planned and compiled again, at most five times, until its code fits the budget and uses most of it. So a
+    plan's own peak may exceed the budget. A warning says if no code fits. (Inductor is kept from changing the layout of
+    convolutions, which would take more memory than the plan.) ``kernels="fused"`` needs the compiler ``eager``, which
+    then calls fused kernels; they are those of one size, so each size is compiled, as with ``split``.
 
     With ``torch.compile(dynamic=True)``, and from the second size on unless ``dynamic=False``, TorchDynamo passes
     graphs with symbolic sizes to the backend. Such a graph is compiled for all sizes, and the bytes of its plan are

@@ -57,9 +57,9 @@ class CoolingSchedule:
     """The length of a gentle round, in which the price rises slowly, ÷ the length of a round in which it rises
     steeply. Both rounds of a gentle pair, hot and reheated, have it.
 
-    The mean overhead of an image and a text tower at a fifth of their activations fell from 29.3 to 24.4 % (1.5
-    million moves, six seeds), and that of U-Net at 0.3 of its activations from 14.72 to 14.51 %. For other networks
-    the difference was within the scatter between seeds.
+    The mean overhead of an image and a text tower at a fifth of their activations fell from 29.3 to 24.4 % (1.5 million
+    moves, six seeds). That of U-Net at 0.3 of its activations fell from 14.72 to 14.51 %. For other networks the
+    difference was within the scatter between seeds.
     """
     rising_share: float = 0.3
     """The largest share of a gentle hot round in which the price rises slowly, until something fits."""

@@ -71,8 +71,8 @@ class Search:
     twin: Search | None = None
     """The search of a second thread with another seed, or None."""
     reached: dict[bool, float] = field(default_factory=lambda: dict.fromkeys((True, False), math.inf))
-    """The least overhead at the end of a hot round, for rounds that looked for an order of the ops first (key True)
-    and for those that did not (key False). Infinite if none of these rounds ended within the budget."""
+    """The least overhead at the end of a hot round. Key True: of rounds that looked for an order of the ops first; key
+    False: of others. Infinite if none of these rounds ended within the budget."""
     ended_early: bool = False
     """Whether the search gave up before its effort was spent, because too many rounds in a row improved nothing."""
     interrupted: bool = False

@@ -60,11 +60,11 @@ class TimeShares:
     """All schedules of a small problem are tried through at most so many sets of resident tensors per second of the
     time limit. That takes about a tenth of the time."""
     states: int = 100_000
-    """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried,
-    through at most this many sets of resident tensors. That takes 2 to 5 seconds."""
+    """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried.
+    At most this many sets of resident tensors are visited. That takes 2 to 5 seconds."""
     near: float = 0.005
-    """In a problem of more than `VAST` ops, no block plans are made if the plan from the minimum cut at the loss
-    exceeds the lower bound by at most this. It is an overhead: a share of the step's time without recomputation."""
+    """A problem of more than `VAST` ops gets no block plans if that from the minimum cut at the loss exceeds the lower
+    bound by at most this. It is an overhead: a share of the step's time without recomputation."""
 
 
 SHARES = TimeShares()

@@ -30,8 +30,8 @@ GAIN = 1e-5
 """The least increase of the proven overhead for which a cut is added."""
 
 SIBLINGS = 3
-"""After so many cuts in a row that did not raise the bound, the first of these cuts whose integer program was solved to
-the end is added anyway."""
+"""After so many cuts in a row that did not raise the bound, one is added anyway: the first whose integer program was
+solved to the end."""
 
 CLEARLY = 0.005
 """Another op is preferred to the likeliest one only if its linear relaxation proves more by this share. Small

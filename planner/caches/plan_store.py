@@ -113,8 +113,8 @@ class PlanStore:
         return problem.structure in self._lean
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error to raise if a budget at least as large was refused, by a proof or by a search not much
-        shorter than ``seconds``; else None."""
+        """Return the error to raise if a budget at least as large was refused: by a proof, or by a search not much
+        shorter than ``seconds``. Else return None."""
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
                 return known.changed(budget=budget)

@@ -27,8 +27,8 @@ SENDS = {"SEND_F": "F", "SEND_B": "B"}
 """The kinds of entries in a rank's row in which the rank begins to send a message, and the kind of the action that made
 the message: forward (F, an output for the next stage) or backward (B, a gradient for the previous stage)."""
 KEEPS = ("KEEP_B", "FORGET_B")
-"""The kinds of entries in a rank's row that begin and end a time in which a gradient that was received still exists
-after the action that has read it."""
+"""The kinds of entries in a rank's row that begin and end a time in which a received gradient still exists, although
+the action that reads it is over."""
 DROPS = {"DROP_F": "F", "DROP_B": "B"}
 """The kinds of entries in a rank's row in which the rank frees a message that it has sent, and the kind of the action
 that made the message: forward (F, an output) or backward (B, a gradient of an input)."""

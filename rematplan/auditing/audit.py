@@ -65,10 +65,10 @@ def audit(
     measure peak and time of both.
 
     Compared are the loss, gradients, buffers, parameters, random states, Python state of modules and hooks, and how
-    often hooks of gradients run, after each of two steps whose gradients accumulate. Without checkpointing means:
-    without `torch.utils.checkpoint`, without hooks on saved tensors, and with the forwards of Functions that recompute
-    differentiated by autograd. Differences that vanish in float64 are rounding errors; results in which two plain runs
-    differ are notes. The state of the model is restored.
+    often hooks of gradients run. This is done after each of two steps, whose gradients accumulate. Without
+    checkpointing means: without `torch.utils.checkpoint`, without hooks on saved tensors, and with the forwards of
+    Functions that recompute differentiated by autograd. Differences that vanish in float64 are rounding errors; results
+    in which two plain runs differ are notes. The state of the model is restored.
 
     The forward runs in the autocast state of the caller, the backward without autocast.
 

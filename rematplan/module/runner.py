@@ -176,8 +176,8 @@ class Runner:
         return None if known else state
 
     def run_untrained(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of which no output depends on a trainable parameter, such as that of a frozen generator, without
-        a plan, as all later calls of its kind."""
+        """Run a call of which no output depends on a trainable parameter, as of a frozen generator. This and all later
+        calls of its kind run without a plan."""
         leaves, spec = flattened_call(args, kwargs)
         self.untrained.append((guards.open_key(leaves, spec), self._state(original).key))
         return self._unplanned(original, args, kwargs)

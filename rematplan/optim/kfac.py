@@ -30,10 +30,10 @@ from rematplan.runtime.statistics.factors import Factors, Statistics
 class KFAC(Optimizer):
     """The K-FAC optimizer: natural gradient descent with a Kronecker-factored approximation of the curvature.
 
-    Sources: Martens and Grosse (2015); for convolutions Grosse and Martens (2016). For a layer s = W a the optimizer
-    keeps moving averages of the Kronecker factors A = E[a aᵀ] and G = E[g gᵀ], where g is the gradient with respect to
-    s. It subtracts lr · (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹ from W, with momentum and a bound (``kl_clip``). π² is the mean
-    eigenvalue of A ÷ that of G. Call ``step`` after a forward and a backward in training mode.
+    Sources: Martens and Grosse (2015); for convolutions Grosse and Martens (2016). For a layer s = W a, let g be the
+    gradient with respect to s. The optimizer keeps moving averages of the Kronecker factors A = E[a aᵀ] and G = E[g
+    gᵀ]. It subtracts lr · (G + √λ/π I)⁻¹ ∇W (A + π√λ I)⁻¹ from W, with momentum and a bound (``kl_clip``). π² is the
+    mean eigenvalue of A ÷ that of G. Call ``step`` after a forward and a backward in training mode.
 
     Args:
         model: a module planned with statistics (``plan_module(..., statistics=...)``), a model that contains such

@@ -55,8 +55,8 @@ class PlannedPart:
     figures: StagePlan
     made: StepPlan
     room: int
-    """The bytes within which a plan of this part must stay, inputs of its problem included, if it keeps no more between
-    forward and backward than this one."""
+    """The bytes within which another plan of this part must stay, inputs of its problem included. That plan keeps no
+    more between forward and backward than this one."""
     planner: Planner
     """Makes the part's planning problems."""
 

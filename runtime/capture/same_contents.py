@@ -14,8 +14,8 @@ from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode, pytree
 
 
 class SameContents(TorchDispatchMode):
-    """Restores, after a ``with`` statement, the content of tensors that ops have written, if they existed before it,
-    and the storages of a model's parameters and buffers (``p.data = …``).
+    """Restores, after a ``with`` statement, the content of tensors that existed before it and that ops have written. It
+    also restores the storages of a model's parameters and buffers (``p.data = …``).
 
     A tensor is copied when an op is about to write into it, so a model that writes nothing costs no memory.
     """

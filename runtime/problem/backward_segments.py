@@ -40,8 +40,8 @@ def gradient_segments(
     spare: Sequence[int] = (),
     late: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Divide the backward half, from ``start`` on, into segments with about equal bytes of gradients, or shorter
-    ones where ``spare`` (by position, the unused bytes of the budget) has no room for gradients that wait.
+    """Divide the backward half, from ``start`` on, into segments with about equal bytes of gradients. They are shorter
+    where ``spare``, by position the unused bytes of the budget, has no room for gradients that wait.
 
     If the backward communicates, it is divided only at ``late``, the second part of a split backward.
     """

@@ -163,7 +163,7 @@ class SplitSchedule:
     """The part of a schedule that a compiled plan runs, split at the loss boundary."""
 
     schedule: Schedule
-    """Without the ops in `OUTSIDE`, which the caller runs, without those that represent saved states and memory, and
+    """Without the ops in `OUTSIDE`, which the caller runs, and those that represent saved states and memory. Also
     without the last free of each gradient, which the caller takes."""
     lanes: Lanes | None
     """The placement of its op executions on two lanes; None for one lane."""
@@ -193,8 +193,8 @@ def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = 
 
 
 def _is_callers(one: Step) -> bool:
-    """Return whether an entry belongs to an op that the caller runs, to a generator's saved state, which is saved at
-    the first draw, or to the content of memory."""
+    """Return whether an entry is of an op that the caller runs, or of one that represents the content of memory or a
+    generator's state (which is saved at the first draw)."""
     name = one.op if isinstance(one, Run) else one.tensor
     return name in (*OUTSIDE, LOSS_VALUE) or saves_state(name) or is_content(name)
 

@@ -17,7 +17,7 @@ scale of a GradScaler, 1/k for k micro-batches) appears squared in G; the user d
 
 Options. With ``approx="expand"`` a row is one row of the layer's matrix product. With ``approx="reduce"`` a row is one
 sample of the batch: a_r is the mean of the sample's inputs over its positions or tokens, g_r the sum of its gradients.
-With a ``share`` below one, A and ``rows`` count only the selected rows, and G is multiplied by the number of all rows
+With a ``share`` below one, A and ``rows`` count only the selected rows. G is multiplied by the number of all rows
 divided by that of the selected rows.
 """
 
