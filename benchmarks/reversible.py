@@ -34,8 +34,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.op_costs import priced
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
-from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.execute.lane_speed import measured_sharing
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.inversion.find_inverses import is_exact, with_inverses

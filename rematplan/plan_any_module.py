@@ -30,8 +30,8 @@ from rematplan.plans.options import (
     stated_strategy,
 )
 from rematplan.plans.planner import Planner
-from rematplan.runtime.execute.autograd_function import finish_backward
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compiled_plan import finish_backward
 from rematplan.runtime.problem.constraints import stated_policy
 from rematplan.runtime.statistics.options import Kronecker
 

@@ -20,7 +20,7 @@ from rematplan.module.steps import Steps
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.statistics.insert import StatisticsStep

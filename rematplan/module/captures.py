@@ -27,7 +27,7 @@ from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.symbols.expressions import NotSymbolic

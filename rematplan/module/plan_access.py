@@ -17,7 +17,7 @@ from rematplan.module.runner import Runner
 from rematplan.plan_report.report import Report, report, subject_of
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
-from rematplan.runtime.execute.autograd_function import Deferred
+from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.options import Kronecker

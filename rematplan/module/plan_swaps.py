@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import Refinement, StepPlan
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ from rematplan.runtime.capture.flat_module import (
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.patches.fake_layouts import distrust
 from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_hooks
-from rematplan.runtime.execute.autograd_function import Deferred
+from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.execute.first_run import OtherNumbers, OtherResults
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (

@@ -22,7 +22,7 @@ from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.resizing import Resizing
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts, is_unsure
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.execute.in_place import operands_to_overwrite
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep

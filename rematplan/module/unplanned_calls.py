@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rematplan.runtime.execute.autograd_function import NODES
+from rematplan.runtime.execute.autograd_nodes import NODES
 from rematplan.runtime.graph.compat import (
     any_mode,
     at_end_of_backward,

@@ -12,7 +12,7 @@ from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from rematplan.module.plan_access import HasRunner, deferred_backwards
-from rematplan.runtime.execute.autograd_function import finish_backward
+from rematplan.runtime.execute.compiled_plan import finish_backward
 from rematplan.runtime.pipeline.stage_modules import StageModule
 
 META = torch.device("meta")

@@ -149,16 +149,7 @@ class FlatModel(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)
         self._state.begin()
-        objects = SameObjects(leaf for at, leaf in self._leaves if at is None)
-        try:
-            results = self._forward(*args, **kwargs)
-        finally:
-            changed = objects.restore()
-        if changed:
-            raise ModelError(
-                f"the forward changes an object that it is called with, a {type(changed[0]).__name__}; return what it "
-                f"computes (a cache of keys and values is not needed in training: use_cache=False)"
-            )
+        results = self._called(args, kwargs)
         renewed = tensors_of.changes()
         changes = [*self._state.changes(), *renewed]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
@@ -200,6 +191,20 @@ class FlatModel(nn.Module):
         own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
         # A view must be copied to have a separate tangent.
         return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        """Call the model and return its results; `ModelError` if it changes an object that it is called with."""
+        objects = SameObjects(leaf for at, leaf in self._leaves if at is None)
+        try:
+            results = self._forward(*args, **kwargs)
+        finally:
+            changed = objects.restore()
+        if changed:
+            raise ModelError(
+                f"the forward changes an object that it is called with, a {type(changed[0]).__name__}; return what it "
+                f"computes (a cache of keys and values is not needed in training: use_cache=False)"
+            )
+        return results
 
     def _left(self, arguments: Any, leaves: list[Any]) -> Any:
         """Return the arguments after the forward, or None if the forward did not change them."""

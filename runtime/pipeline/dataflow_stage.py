@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from rematplan.ir import ModelError
-from rematplan.runtime.execute.autograd_function import add_gradient
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compiled_plan import add_gradient
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.dataflow_code import StageCode
 from rematplan.runtime.pipeline.random_seeds import seed_of

@@ -48,19 +48,17 @@ def with_loss_boundary(
     tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
     late, marked = step.after_loss, {c.name for c in step.calls if c.late}
     backward = late | _needed_later(graph, early)
-    workspace = max(0, loss.peak - loss.kept - tangent_copies)
     # An op of the backward half, so that it does not divide forward blocks. Its tensors are the bytes that
     # stay after the loss, its workspace is the rest of the loss's peak.
+    workspace = max(0, loss.peak - loss.kept - tangent_copies)
     between = Op(LOSS, tuple(early), (LOSS, LOSS_VALUE), 0.0, workspace, "backward")
 
     # It also reads outputs and new buffers, so that these exist at the boundary.
     def after_loss(op: Op) -> Op:
         op = replace(op, workspace=op.workspace + copies.workspace.get(op.name, 0))
-        return (
-            op
-            if tangents.isdisjoint(op.reads) and op.name not in marked
-            else replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
-        )
+        if tangents.isdisjoint(op.reads) and op.name not in marked:
+            return op
+        return replace(op, reads=tuple(dict.fromkeys((*op.reads, *early, LOSS))))
 
     outputs = step.returned("output")
     # The caller keeps outputs, so they are computed once and no inverse recomputes them. It has copied new buffers

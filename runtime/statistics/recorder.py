@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rematplan.runtime.execute.autograd_function import Sink
+from rematplan.runtime.execute.compiled_plan import Sink
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.statistics.factors import Factors, Statistics
 from rematplan.runtime.statistics.fisher_output_gradients import Draws

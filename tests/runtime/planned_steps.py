@@ -13,8 +13,8 @@ from rematplan.module.verification import Verification, run_once
 from rematplan.module.verification import verify as compare
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
-from rematplan.runtime.execute.autograd_function import CompiledPlan
 from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary

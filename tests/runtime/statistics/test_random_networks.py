@@ -18,7 +18,7 @@ from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
-from rematplan.runtime.execute.autograd_function import CompiledPlan
+from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LOSS, with_loss_boundary

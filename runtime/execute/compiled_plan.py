@@ -1,8 +1,4 @@
-"""A compiled plan as nodes of the autograd graph, one for each segment of the backward half.
-
-The first runs the forward half. An empty tensor links each further node to the one before, so that autograd runs its
-backward next; values pass between them in a `_Call`.
-"""
+"""A compiled plan that takes part in autograd, and the calls of it."""
 
 from __future__ import annotations
 
@@ -17,18 +13,14 @@ import torch
 
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.execute.autograd_nodes import as_nodes
 from rematplan.runtime.execute.backward_autocast import BackwardAutocast
 from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.first_run import FirstRun, FirstRuns
 from rematplan.runtime.execute.rerun_forward import Rerun, states_restored_if_it_fails
 from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
-from rematplan.runtime.graph.compat import (
-    DelayedError,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-    keeps_graph,
-)
+from rematplan.runtime.graph.compat import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from rematplan.runtime.graph.tangent_layouts import Notes
 from rematplan.runtime.graph.tracked_sizes import SizeValues
 
@@ -77,7 +69,7 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment of the backward, the positions in ``inputs`` of the tensors whose gradients it computes."""
-        self.calls: WeakSet[_Call] = WeakSet()
+        self.calls: WeakSet[PlanCall] = WeakSet()
 
     @property
     def step(self) -> CapturedStep:
@@ -125,18 +117,9 @@ class CompiledPlan:
         autograd graph."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = _Call(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
+        call = PlanCall(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
         self.calls.add(call)
-        link = torch.empty(0, device=self.like.device)
-        for k in range(len(self.wanting) - 1, 0, -1):
-            into = [inputs[at] for at in self.wanting[k]]
-            if k >= self.halves.early:
-                # Autograd gets no gradient for these parameters, but would run their hooks all the same.
-                into = [t.detach().requires_grad_() for t in into]
-            link = _BackwardSegment.apply(call, k, link, *into)
-        first = (inputs[at] for at in self.wanting[0])
-        outputs: tuple[torch.Tensor, ...] = _ForwardNode.apply(call, link, *first)
-        return outputs[:-1]
+        return as_nodes(call, inputs)
 
     @staticmethod
     def _source(i: StepInput) -> tuple[int, str | int]:
@@ -147,54 +130,21 @@ class CompiledPlan:
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
 
 
-WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
-"""A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
-outputs."""
-
-Deferred: TypeAlias = "list[_Call]"
-"""Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs the
-second part, which computes gradients of weights."""
-
-
-def finish_backward(call: _Call) -> None:
-    """Run the segments that a split backward left out, which compute gradients of weights, and add these to
-    ``.grad`` of the parameters.
-
-    The call is not removed from its list `Deferred`.
-    """
-    plan = call.plan
-    for k in range(plan.halves.early, len(plan.wanting)):
-        gradients = [*call.backward(k)]
-        for at in reversed(plan.wanting[k]):  # each gradient is freed as soon as it is added
-            add_gradient(call.named[str(plan.sources[at][1])], gradients.pop())
-
-
-def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a gradient to ``parameter.grad`` in place, or set it without a copy, and run the parameter's hooks as
-    autograd does.
-
-    Nothing happens if the gradient is None or the parameter is frozen.
-    """
-    if gradient is None or not parameter.requires_grad:
-        return
-    with torch.no_grad():
-        for hook in (parameter._backward_hooks or {}).values():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(parameter)
-
-
 def _own_name(target: str) -> str:
     return target.removeprefix("model.")
 
 
+WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
+"""A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
+outputs."""
+
+Deferred: TypeAlias = "list[PlanCall]"
+"""Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs the
+second part, which computes gradients of weights."""
+
+
 @dataclass(eq=False)
-class _Call:
+class PlanCall:
     """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment leaves
     for the next."""
 
@@ -333,7 +283,7 @@ class _Call:
         assert self.with_tangents is not None
         self.rerun.check(self.plan.like.name)
         plan = self.with_tangents(arrived)
-        again = _Call(plan, {}, self.rerun.inputs, statistics=self.statistics)
+        again = PlanCall(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
             again._forward_half()
         tangents = again.begin(gradients, kept=False)
@@ -387,89 +337,43 @@ class _Call:
         return segments[k].still_read if k < len(segments) else ()
 
 
+def finish_backward(call: PlanCall) -> None:
+    """Run the segments that a split backward left out, which compute gradients of weights, and add these to
+    ``.grad`` of the parameters.
+
+    The call is not removed from its list `Deferred`.
+    """
+    plan = call.plan
+    for k in range(plan.halves.early, len(plan.wanting)):
+        gradients = [*call.backward(k)]
+        for at in reversed(plan.wanting[k]):  # each gradient is freed as soon as it is added
+            add_gradient(call.named[str(plan.sources[at][1])], gradients.pop())
+
+
+def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Add a gradient to ``parameter.grad`` in place, or set it without a copy, and run the parameter's hooks as
+    autograd does.
+
+    Nothing happens if the gradient is None or the parameter is frozen.
+    """
+    if gradient is None or not parameter.requires_grad:
+        return
+    with torch.no_grad():
+        for hook in (parameter._backward_hooks or {}).values():
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
+
+
 def _is_batched(tensor: torch.Tensor) -> bool:
     return is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor)
 
 
-def _once_differentiable(backward: Any) -> Any:
-    """Return a ``backward`` method of an autograd function whose results raise an error if they are differentiated
-    again. ``backward``: the method."""
-
-    def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
-        given = [r for r in results if r is not None]
-        # In the autograd graph, the error must be between the gradients and all tensors that they depend on.
-        # Otherwise autograd would return zero as the derivative by such a tensor.
-        depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
-        error = DelayedError(
-            f"{ctx.call.plan.like.name}: a planned step has no second derivatives; compute them with the "
-            f"original model",
-            len(given) + len(depend_on),
-        )
-        last = iter(error(*given, *depend_on))
-        return tuple(None if r is None else next(last) for r in results)
-
-    return staticmethod(checked)
-
-
-class _ForwardNode(torch.autograd.Function):
-    """The autograd node that runs the forward half and, in its backward, the first segment of the backward half.
-
-    It saves an empty tensor that depends on all inputs. Differentiating the gradients again is then an error, not
-    zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        del inputs
-        ctx.call, ctx.link = call, link.device
-        ctx.set_materialize_grads(False)  # gradients of unused outputs stay None
-        results = call.forward()
-        ctx.mark_non_differentiable(*(results[at] for at in call.plan.constant_outputs))
-        after_all = torch.empty_like(link)
-        ctx.save_for_backward(after_all)
-        return *results, after_all
-
-    @_once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        tangents = ctx.call.begin(gradients, keeps_graph())
-        if tangents is None:
-            return (None,) * len(ctx.needs_input_grad)
-        del gradients
-        return None, torch.empty(0, device=ctx.link), *ctx.call.backward(0, *tangents)
-
-
-class _BackwardSegment(torch.autograd.Function):
-    """An autograd node whose backward runs one later segment of the backward half, and whose forward computes
-    nothing.
-
-    Segments of the second part of a split backward wait in `_Call.deferred` for `finish_backward` instead.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        del inputs
-        ctx.call, ctx.k = call, k
-        ctx.set_materialize_grads(False)
-        return torch.empty_like(link)
-
-    @_once_differentiable
-    def backward(ctx: Any, link: torch.Tensor | None) -> Any:
-        if link is None:
-            return (None,) * len(ctx.needs_input_grad)
-        call, early = ctx.call, ctx.call.plan.halves.early
-        if ctx.k >= early:
-            if ctx.k == early:
-                call.deferred.append(call)
-            return None, None, link, *(None,) * len(call.plan.wanting[ctx.k])
-        return None, None, link, *call.backward(ctx.k)
-
-
-NODES: tuple[type, ...] = tuple(f._backward_cls for f in (_ForwardNode, _BackwardSegment))
-"""The classes of the nodes of planned steps in the autograd graph."""
 _NOTHING = nullcontext()
 
 
