@@ -59,10 +59,11 @@ def main() -> None:
     print("|" + "---|" * (3 + len(args.shares)))
     for name in args.names:
         step = load_step(name, sizes=SIZES.get(name, Sizes()), weightless=True).bare
-        for split in ("off", (("loss", 8),), (("loss", 16),), "auto"):
+        regions = splittable(step, find_regions(step))
+        heads = [(("loss", k),) for k in (8, 16)] if any(r.name == "loss" for r in regions) else []
+        for split in ("off", *heads, "auto"):
             planner = Planner(PlanOptions(budget="least", costs=args.device_model, refine=False, split=split))
             if split == "auto":
-                regions = splittable(step, find_regions(step))
                 least = split_floor(step, planner.problem_at(step)[1], regions).bytes
             else:
                 least = min_peak_bound(planner.problem_at(planner.rewritten(step).step)[1]).bytes

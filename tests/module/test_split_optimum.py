@@ -1,0 +1,52 @@
+"""Plans of tiny steps with chosen splits, against all schedules of all splits in 2 and 4 parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.options import PlanOptions
+from rematplan.plans.planner import Planner
+from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.split.regions import find_regions
+from rematplan.runtime.split.split_step import split_regions, splittable
+from rematplan.runtime.split.sums_in_place import with_sums_in_place
+
+MOST_STATES = 10**5
+
+
+class Wide(nn.Module):
+    """A wide layer, of which all can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 64, bias=False), nn.Linear(64, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()).sum()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.65, 0.55])
+def test_no_schedule_of_any_splits_is_cheaper(share: float) -> None:
+    model, x = Wide(), torch.randn(64, 4)
+    step = capture(model, (x,), "tiny")
+    options = PlanOptions(
+        budget="100%", costs="roofline", refine=False, strategy=rematplan.Auto(moves=20_000), split="auto"
+    )
+    planner = Planner(options, dict(model.named_parameters()))
+    regions = splittable(step, find_regions(step))
+    forms = [with_sums_in_place(split_regions(step, dict.fromkeys(regions, k))) for k in (2, 4)]
+    graphs = [planner.problem_at(one)[1] for one in (step, *forms)]
+    budget = int(share * no_recompute(graphs[0]).peak)
+    found = [exhaustive(graph, budget, MOST_STATES) for graph in graphs]
+    best = min(one.cost if one else math.inf for one in found)
+    plan = replace(planner, options=replace(options, budget=str(budget))).plan(step).plan
+    assert plan.peak <= budget
+    assert plan.estimate.cost == pytest.approx(best)
