@@ -60,7 +60,9 @@ def main() -> None:
     for name in args.names:
         step = load_step(name, sizes=SIZES.get(name, Sizes()), weightless=True).bare
         regions = splittable(step, find_regions(step))
-        heads = [(("loss", k),) for k in (8, 16)] if any(r.name == "loss" for r in regions) else []
+        heads: list[Splits] = (
+            [(("loss", k),) for k in (8, 16)] if any(r.name == "loss" for r in regions) else []
+        )
         for split in ("off", *heads, "auto"):
             planner = Planner(PlanOptions(budget="least", costs=args.device_model, refine=False, split=split))
             if split == "auto":
