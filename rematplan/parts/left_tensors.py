@@ -52,6 +52,20 @@ def _reaches(start: Any, nodes: Collection[Any], without: set[Any]) -> bool:
     return False
 
 
+def not_part_of(losses: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results that are no losses and of which no loss is made."""
+    todo = [*dict.fromkeys(one.grad_fn for one in losses)]
+    seen, read = set(todo), {(one.grad_fn, one.output_nr) for one in losses}
+    while todo:
+        node = todo.pop()
+        edges = node.next_functions if node is not None else ()
+        read.update(edges)
+        new = {inner for inner, _ in edges} - seen
+        seen |= new
+        todo += new
+    return [one for one in results if (one.grad_fn, one.output_nr) not in read]
+
+
 class AttributeTensors:
     """The tensors in the attributes of a model's modules before a forward, except parameters and buffers."""
 

@@ -22,7 +22,7 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
-from rematplan.parts.left_tensors import AttributeTensors, left_tensors
+from rematplan.parts.left_tensors import AttributeTensors, left_tensors, not_part_of
 from rematplan.parts.live_bytes import LiveBytes, bytes_of
 from rematplan.parts.patched import Patches
 from rematplan.parts.placeholder import Placeholder
@@ -248,20 +248,15 @@ class Rehearsal:
             trained = [one for one in outputs if one.requires_grad] or left
             losses = [one for one in trained if one.numel() == 1]
             # A loss outside of the model may use these tensors in addition to the uses inside of it.
-            read = [*([] if losses else trained), *left]
-            self.unfit |= dict.fromkeys(sorted(self._mixed(losses or trained, read)), MIXED)
-            factor = (
-                1
-                if self._backward(losses or trained, tensors_in(flattened_call(given, named)[0]))
-                else UNKNOWN
-            )
+            read = not_part_of(losses, trained)
+            self.unfit |= dict.fromkeys(sorted(self._mixed([*losses, *read], [*read, *left])), MIXED)
+            arguments = tensors_in(flattened_call(given, named)[0])
+            factor = 1 if self._backward([*losses, *read], arguments) else UNKNOWN
         ending = live.peak_since()
-        unread = () if losses else tuple(torch.empty_like(one, device="meta") for one in trained)
+        unread = tuple(torch.empty_like(one, device="meta") for one in read)
         counted, parts = [*named_tensors(self.model).values()], [name for name, _ in self._calls]
-        resting, changed = (
-            self._attributes.of(self._attributes.in_rest(parts)),
-            self._attributes.changed(parts),
-        )
+        resting = self._attributes.of(self._attributes.in_rest(parts))
+        changed = self._attributes.changed(parts)
         done = {event.call for event in self._events if event.kind == "B"}
         for call in reversed(range(len(self._calls))):
             if call not in done:

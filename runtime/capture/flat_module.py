@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.distributions import open_distributions
 from rematplan.runtime.capture.functional_call import slots
 from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
+from rematplan.runtime.capture.open_classes import OPENED, open_classes
 from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.graph.compat import is_functional_tensor, pytree
 from rematplan.runtime.guards.containers import containers_in
@@ -67,6 +67,7 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     if _LEAVES.issuperset(map(type, leaves)):
         # Equal objects are compared quickly.
         return leaves, _flat_spec(len(args), tuple(kwargs))
+    open_classes((args, kwargs))
     return flattened((args, kwargs))
 
 
@@ -81,10 +82,13 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Return the caller's lists and dictionaries with the content that the forward gave to copies, in place where
-    types are equal."""
+    """Return the caller's lists, dictionaries and opened objects with the content that the forward gave to copies, in
+    place where types are equal."""
     if type(arguments) is not type(left):
         return left
+    if type(arguments) in OPENED:
+        refill(vars(arguments), vars(left))
+        return arguments
     if isinstance(arguments, dict):
         parts = {key: refill(arguments[key], one) if key in arguments else one for key, one in left.items()}
         for key in arguments.keys() - parts.keys():
@@ -153,7 +157,7 @@ class FlatModel(nn.Module):
         renewed = tensors_of.changes()
         changes = [*self._state.changes(), *renewed]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
-        open_distributions((results, [value for _, value in changes]))
+        open_classes((results, [value for _, value in changes]))
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
         names: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])

@@ -67,6 +67,35 @@ class Working(nn.Module):
         return functional.conv2d(made.double()[None, None], self.kernel, padding=15).square().mean()
 
 
+class Scoring(nn.Module):
+    """Returns a number and a tensor of which the number is not made; the rest's backward needs much for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.turn = layers(1), nn.Parameter(torch.randn(WIDTH, WIDTH) / 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.layers(x)
+        if made.sum() > 1e6:
+            return made, made.mean()
+        return made @ torch.matrix_exp(self.turn), torch.logdet(self.turn @ self.turn.T + torch.eye(WIDTH))
+
+
+def test_results_of_which_no_loss_is_made_are_gone_through_backwards() -> None:
+    torch.manual_seed(0)
+    model, x = Scoring(), torch.randn(ROWS, WIDTH)
+    rematplan.apply(model, "1000%", strategy="store_all", costs="profile", refine=False)
+
+    def step() -> None:
+        made, number = model(x)
+        (made.square().mean() + number).backward()
+
+    step()
+    model.zero_grad()
+    peak, _ = peak_above_entry(step, torch.device("cpu"))
+    assert peak + sum(t.nbytes for t in (*model.parameters(), x)) <= runner_of(model).parts.last.plan.peak
+
+
 @pytest.mark.parametrize(("kind", "most"), [(Remembering, 1.1), (Iterating, 1.05), (Working, 1.13)])
 def test_the_stated_peak_without_recomputation_is_the_measured_one(
     kind: Callable[[], nn.Module], most: float
