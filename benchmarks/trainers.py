@@ -46,7 +46,8 @@ from rematplan.models import build
 from rematplan.runtime.costs.measure import _allocations
 
 MEASURED = (2, 3)
-"""The steps, one of each size of a batch, whose peaks are measured and whose time is not."""
+"""The steps, one of each size of a batch, whose peaks are measured and whose time is not. The step before is recorded,
+too: what it leaves is then known when it is freed."""
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 KEPT = (
     *PRODUCTS,
@@ -123,7 +124,7 @@ class Steps:
 
     def begin(self) -> None:
         """Begin a training step."""
-        if len(self.seconds) in MEASURED:
+        if MEASURED[0] - 1 <= len(self.seconds) <= MEASURED[-1]:
             self._record = _allocations()
             self._sizes = self._record.__enter__()
         self._since = time.process_time()
@@ -135,8 +136,11 @@ class Steps:
             self._record.__exit__(None, None, None)
             self._record = None
             resident = self.fixed + self._held + bytes_of(self.batches[len(self.seconds) - 1])
-            self.peak = max(self.peak, resident + max(0, *accumulate(self._sizes)))
-        self._held = bytes_of([state for one in optimizer.state.values() for state in one.values()])
+            if len(self.seconds) > MEASURED[0]:
+                self.peak = max(self.peak, resident + max(0, *accumulate(self._sizes)))
+        states = [state for one in optimizer.state.values() for state in one.values()]
+        gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+        self._held = bytes_of([*states, *gradients])
         self.order.end(self.name)
         self.order.begin(self.name)
 
