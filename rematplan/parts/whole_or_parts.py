@@ -105,14 +105,15 @@ class WholeOrParts(Runner):
         return None
 
     def _count_replica(self, model: nn.Module) -> None:
-        """Let plans count what DDP holds, from the first call by DDP on. A saved plan, and the bytes that a percentage
-        already is, stay as they are, without it."""
+        """Let plans count what DDP holds, from the first call by DDP on; a percentage is then of the step with it. A
+        saved plan stays as it is."""
         options, wrapper = self.planner.options, replicating()
-        fixed = options.saved is not None or (self.has_plans and options.stated_budget().kind != "bytes")
-        if wrapper is None or fixed or (counted := in_replica(options, wrapper, model)) is options:
+        if wrapper is None or options.saved is not None:
+            return
+        if (counted := in_replica(options, wrapper, model)) is options:
             return
         with LOCK.alone():
-            self.planner = replace(self.planner, options=counted)
+            self.planner = replace(self.planner.of_training() or self.planner, options=counted)
             self.plans = CachedPlans(self.asked.max_plans)
             self.captures = self.captures.copy(with_shapes=False)
             self.parts = self.parts and self.parts.of(self.planner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Set
 from contextlib import nullcontext, suppress
@@ -18,6 +19,7 @@ from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.fusing import with_fused_kernels
+from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.in_flight import most_in_flight, plan_in_flight, problem_in_flight
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
@@ -78,8 +80,8 @@ class Planner(StepProblems):
         return self.options.stated_budget().text, self.scope
 
     def of_training(self) -> Planner | None:
-        """Return this planner with its percentage to be turned into bytes anew for training; None if it has none
-        that plans share."""
+        """Return this planner with its percentage to be turned into bytes anew for training, perhaps by DDP; None if it
+        has none that plans share."""
         asked = self.options
         if asked.saved is not None or asked.several or not asked.stated_budget().is_percentage:
             return None
@@ -183,14 +185,16 @@ class Planner(StepProblems):
 
     def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
         """Return the saved plan with the form of the step that it was made for: with the options' inverses, exact
-        ones, or weightless ones."""
+        ones, or weightless ones; each also with bytes reserved, as of DDP, which are not known yet."""
         assert self.options.saved is not None
+        reserved = Reserved((*self.options.reserved.items, 1))
+        counted = replace(self, options=replace(self.options, reserved=reserved))
         forms = [self.with_inverses(step)]
         if self.options.inverting:
             forms += [with_exact_inverses(step), with_inverses(step, {}, renormalise=True).step]
         errors = []
-        for form in forms:
-            graph = self.problem(form, progress)
+        for planner, form in itertools.product((self, counted), forms):
+            graph = planner.problem(form, progress)
             try:
                 plan, notes = self._overlapped(form, graph, self.options.saved.plan(graph))
                 return StepPlan(form, plan, problem=graph, notes=notes)

@@ -40,13 +40,12 @@ class Network(nn.Module):
 def main() -> None:
     """Train both; print the steps at which plans changed, the number of different plans, a hash of the weights."""
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    with gloo_rank(rank, 2, rendezvous):
+    with gloo_rank(rank, 2, rendezvous), pytest.MonkeyPatch.context() as patch:
         draws, elsewhere = Random(rank), Elsewhere()
         x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(rank))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(refining, "shared", lambda: elsewhere)
-            begin_with_the_leanest(patch.setattr)
-            planned = rematplan.plan_module(Network(), (x,), budget="90%", costs="roofline")
+        patch.setattr(refining, "shared", lambda: elsewhere)
+        begin_with_the_leanest(patch.setattr)
+        planned = rematplan.plan_module(Network(), (x,), budget="90%", costs="roofline")
         models = {"plain": Network(), "planned": planned}
         parallel = {name: DistributedDataParallel(model) for name, model in models.items()}
         optimizers = {name: torch.optim.SGD(model.parameters(), 0.05, 0.9) for name, model in models.items()}

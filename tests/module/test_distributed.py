@@ -34,7 +34,8 @@ def test_layers_that_are_sharded_one_by_one_are_planned_under_one_budget(tmp_pat
 def test_what_ddp_holds_is_within_a_budget_of_bytes(tmp_path: Path) -> None:
     for out in said_by_both("replicas_worker.py", tmp_path):
         assert out.splitlines() == [
-            f"{name}: kept" for name in ("in place", "a planned module", "views", "summed", "parts")
+            f"{name}: kept"
+            for name in ("in place", "a planned module", "a percentage", "views", "summed", "parts")
         ]
 
 

@@ -248,3 +248,15 @@ def test_a_saved_plan_is_loaded_with_the_same_kinds_of_things(tmp_path: Path) ->
     )
     assert again.plan.schedule == planned.plan.schedule
     assert max(peaks(again, optimizer, 512)) <= planned.plan.budget
+
+
+def test_a_saved_plan_is_loaded_without_the_bytes_that_others_held(tmp_path: Path) -> None:
+    x, known = batch(512)[0], {"loss_memory": "3x", "costs": "roofline"}
+    planned = rematplan.plan_module(
+        network(), (x,), budget="80%", reserved=["1MiB"], strategy="approx_dp", **known
+    )
+    rematplan.save_plan(planned.plan, tmp_path / "plan.json")
+    again = rematplan.plan_module(
+        network(), (x,), strategy=rematplan.SavedPlan(tmp_path / "plan.json"), **known
+    )
+    assert again.plan.schedule == planned.plan.schedule
