@@ -1,4 +1,4 @@
-"""One of two processes of `test_lightning_processes`: trains under Lightning's DDP strategy, plainly and within a
+"""One of two processes of `test_two_processes`: trains under Lightning's DDP strategy, plainly and within a
 budget, and compares.
 
 usage: lightning_worker.py RANK PORT
