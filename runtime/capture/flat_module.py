@@ -139,7 +139,7 @@ class FlatModel(nn.Module):
         self.count = 0  # the number of tensors among the outputs
         #: The positions, as text, of output tensors that occur only in the list of writes.
         self.attributes: frozenset[str] = frozenset()
-        #: What the forward changes and a planned call does not, because it has tensors that are not found.
+        #: What the forward changes and a planned call does not: tensors that are not found, and `requires_grad`.
         self.lost: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -152,6 +152,7 @@ class FlatModel(nn.Module):
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)
+        constant = [(at, leaf) for at, leaf in enumerate(tensors) if not leaf.requires_grad]
         self._state.begin()
         results = self._called(args, kwargs)
         renewed = tensors_of.changes()
@@ -166,7 +167,14 @@ class FlatModel(nn.Module):
         }
         names |= {id(t): ArgumentLeaf(at) for at, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
         writes = [(write, _named(write, value, names)) for write, value in changes]
-        self.lost = tuple(write.name for write, value in writes if value is LOST)
+        self.lost = (
+            *(write.name for write, value in writes if value is LOST),
+            *(
+                f"requires_grad of argument {at}"
+                for at, leaf in constant
+                if leaf.requires_grad and leaf.is_leaf
+            ),
+        )
         writes = [one for one in writes if one[1] is not LOST]
         left = self._left((args, kwargs), leaves)
         flat, self.outputs = flattened((results, writes, left))

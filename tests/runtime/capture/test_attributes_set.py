@@ -1,5 +1,6 @@
 """What a forward sets in its modules is set by a planned one where it is only given, and is not left by planning."""
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
@@ -173,3 +174,27 @@ def test_weights_that_a_forward_lists_are_the_model_s_parameters(kind: type[nn.R
     assert all(a is b for a, b in zip(planned._flat_weights, planned.parameters(), strict=True))
     with torch.no_grad():
         assert torch.equal(planned(x)[0], plain(x)[0])
+
+
+class Forces(nn.Linear):
+    """Differentiates its result by its argument, for which it sets ``requires_grad``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        energy = super().forward(x).square().sum()
+        return energy + torch.autograd.grad(energy, x, create_graph=True)[0].square().sum()
+
+
+def test_a_warning_says_that_requires_grad_of_an_argument_is_not_set() -> None:
+    torch.manual_seed(0)
+    plain, x = Forces(4, 4), torch.randn(3, 4)
+    with pytest.warns(UserWarning, match="sets requires_grad of argument 0, which a planned one does not"):
+        planned = rematplan.plan_module(copy.deepcopy(plain), (x.clone(),), budget="1MiB", costs="roofline")
+    for before in (False, True):
+        found = []
+        for model in (planned, plain):
+            model.zero_grad()
+            given = x.clone().requires_grad_(before)
+            model(given).backward()
+            found.append([*(p.grad for p in model.parameters()), *([given.grad] if before else [])])
+        assert all(map(torch.equal, *found))
