@@ -21,8 +21,12 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
     without: set[Any] = set()
     objects = gc.get_objects()
     # Of millions of objects, a few thousand types: what costs time for an object is done for its type.
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
-    kinds -= {FakeTensor, FunctionalTensor}  # garbage of a capture that failed
+    kinds = {
+        kind
+        for kind in set(map(type, objects))
+        if issubclass(kind, torch.Tensor)
+        and not issubclass(kind, (FakeTensor, FunctionalTensor))  # garbage of a capture that failed
+    }
     found = [
         one
         for one in objects
