@@ -33,6 +33,7 @@ from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.sum_numbers import sums_of_gradients_numbered
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
+from rematplan.runtime.capture.patches.writing_calls import written_tensors_recorded
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule
@@ -66,8 +67,8 @@ _HIGHER_ORDER = (
 )
 _COMPILED = "it calls a compiled function; plan the function that was compiled, or see rematplan.backend"
 _BY_ADDRESS = (
-    "it calls a kernel with the address of a tensor, as Triton's are called (those of Liger, for example); make it an "
-    "op of PyTorch (torch.library.triton_op or custom_op), or use the layer without it"
+    "it calls a kernel with the address of a tensor (data_ptr); make it an op of PyTorch (torch.library.custom_op), or "
+    "use the layer without it"
 )
 _VARYING = "it makes nested tensors, whose sizes are not fixed; plan the submodules that do not"
 IN_OTHER_WORDS = {
@@ -198,6 +199,7 @@ def _traced(request: TraceRequest) -> Traced:
         # Tensors that a module holds as plain attributes become constants.
         tracing(TracingContext(mode)),
         InPlaceLayouts(),
+        written_tensors_recorded(),
     ):
         warnings.simplefilter("ignore")
         stack.enter_context(sums_of_gradients_numbered())

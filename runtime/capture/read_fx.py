@@ -29,6 +29,7 @@ from rematplan.runtime.graph.captured_step import (
 from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, HigherOrderOperator
 from rematplan.runtime.graph.module_names import module_name
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
+from rematplan.runtime.graph.writing_calls import with_written_calls
 from rematplan.runtime.symbols.expressions import ExpressionTable
 
 MARKERS = frozenset({"profiler"})
@@ -64,9 +65,10 @@ def read_joint_graph(
 
 def finished(step: CapturedStep) -> CapturedStep:
     """Complete a step that was read from a graph, and return it."""
-    # Outputs get storages, cross entropies are in place, partly read buffers count once, needless copies go,
-    # calls get phases, and dead ones go.
-    step = with_losses_in_place(with_own_outputs(with_new_buffers(with_plain_copies(without_copies(step)))))
+    # Writing calls make the tensors that they fill, outputs get storages, cross entropies are in place, partly read
+    # buffers count once, needless copies go, calls get phases, and dead ones go.
+    step = with_written_calls(without_copies(step))
+    step = with_losses_in_place(with_own_outputs(with_new_buffers(with_plain_copies(step))))
     return without_dead_calls(without_saved_copies(with_phases(step)))
 
 

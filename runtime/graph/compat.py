@@ -92,6 +92,7 @@ try:
     from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
     from torch._compile import _disable_dynamo as disable_dynamo
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+    from torch._library import triton as triton_ops
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._ops import _len_torch_dispatch_stack_pre_dispatch as pre_dispatch_stack_depth
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -218,6 +219,8 @@ non-reentrant checkpointing. Before PyTorch 2.14 it has no suffix."""
 c_autograd = torch._C._autograd  # no module that `import` finds by name
 PUSH_SAVED_TENSORS_HOOKS = _name_in(c_autograd, "_push_saved_tensors_default_hooks")
 """The name in `c_autograd` of the function by which `torch.autograd.graph.saved_tensors_hooks` pushes its hooks."""
+tritons_calls_wrapped = (triton_ops, _name_in(triton_ops, "is_wrap_triton_enabled"))
+"""The module and the name of the function that says whether `torch.library.wrap_triton` records an operator."""
 _name_in(forward_ad, "_current_level")
 _name_in(parametrize, "_cache_enabled")
 
@@ -336,6 +339,8 @@ __all__ = [
     "set_cudnn_enabled",
     "top_saved_tensors_hooks",
     "tracing",
+    "triton_ops",
+    "tritons_calls_wrapped",
     "unset_fake_temporarily",
 ]
 _name_in(DistributedDataParallel, "_active_ddp_module")

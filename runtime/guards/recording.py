@@ -15,6 +15,7 @@ from rematplan.runtime.guards.attributes import Reads, reads_of
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
+from rematplan.runtime.guards.imports import imports_kept
 from rematplan.runtime.guards.iterators import is_iterator, refuse_iterator
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
@@ -76,7 +77,8 @@ def recording(
         state = PythonState(reads, global_reads)
         values = ValueGuardRecorder(buffers, batch, assumed)
         try:
-            yield Record(reads, global_reads, values, state)
+            with imports_kept(state.contents):
+                yield Record(reads, global_reads, values, state)
         except BaseException:
             values.forget()
             raise

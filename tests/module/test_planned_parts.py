@@ -805,7 +805,7 @@ def test_evaluation_copies_and_removal(plan: Any) -> None:
 
 
 class Kernel(torch.autograd.Function):
-    """A copy by a function that takes addresses, as kernels of Triton do."""
+    """A copy by a function that takes addresses."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -842,9 +842,7 @@ def test_a_kernel_that_is_no_op_is_told_and_runs_as_it_is(capsys: pytest.Capture
     model, plain = made(Fused)
     same_steps(in_parts(model, "95%"), plain, 3)
     (said,) = capsys.readouterr().err.splitlines()
-    assert (
-        "not planned: after (it calls a kernel with the address of a tensor, as Triton's are called" in said
-    )
+    assert "not planned: after (it calls a kernel with the address of a tensor (data_ptr)" in said
 
 
 def test_refusals() -> None:

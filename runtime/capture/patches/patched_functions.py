@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS
-from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR, PUSH_SAVED_TENSORS_HOOKS, TORCH
+from rematplan.runtime.graph.compat import (
+    CHECKPOINT_GENERATOR,
+    PUSH_SAVED_TENSORS_HOOKS,
+    TORCH,
+    triton_ops,
+    tritons_calls_wrapped,
+)
 from rematplan.runtime.graph.host_generators import seeding_functions
 
 _ROOM = "rematplan.runtime"
@@ -217,6 +223,28 @@ PATCHES = (
         "tensors changed in place would have other strides than in eager mode",
         f"{_ROOM}.capture.patches.in_place_layouts",
         threads=_LOCAL,
+    ),
+    Patch(
+        ("dispatch modes",),
+        "a tracer turns a user's op that writes into its arguments into an operator that takes functions",
+        f"{_ROOM}.capture.patches.writing_calls",
+        threads=_LOCAL,
+    ),
+    Patch(
+        ("triton.runtime.jit.KernelInterface.__getitem__",),
+        "Triton's kernels take addresses, which a tracer's tensors do not have; changed if Triton is imported",
+        f"{_ROOM}.capture.patches.writing_calls",
+    ),
+    Patch(
+        (".".join((triton_ops.__name__, tritons_calls_wrapped[1])),),
+        "torch.library.wrap_triton would record an operator that takes functions",
+        f"{_ROOM}.capture.patches.writing_calls",
+        threads=_TRACING,
+    ),
+    Patch(
+        ("importlib._bootstrap._find_and_load",),
+        "a module is imported once, so what it adds to a registry must stay when a trace restores Python state",
+        f"{_ROOM}.guards.imports",
     ),
     Patch(
         ("dispatch modes",),

@@ -1,0 +1,157 @@
+"""Calls of functions that write into their arguments (Triton's kernels, users' ops), as ops that return new tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.graph.compat import FakeTensor, OpOverload, pytree
+
+ATEN = torch.ops.aten
+UNWRITTEN = frozenset(
+    {
+        *(ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.empty_strided.default),
+        *(ATEN.new_empty.default, ATEN.new_empty_strided.default, ATEN.empty_permuted.default),
+    }
+)
+"""Ops that return memory in which nothing is written."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A Triton kernel with the grid on which it runs. ``grid``: three numbers, or a function of the kernel's
+    arguments."""
+
+    kernel: Any
+    grid: Any
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Launch the kernel."""
+        self.kernel[self.grid](*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WritingCall:
+    """A call of a function that writes into tensors among its arguments."""
+
+    function: Launch | OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    """With ``args``: its arguments, with a `Ref` to a position in place of each tensor."""
+    written: tuple[int, ...]
+    """The positions of the tensors that it may write into."""
+    strides: tuple[tuple[int, ...], ...]
+    """Of each tensor in the trace. The function may have got them as numbers."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name if isinstance(self.function, Launch) else self.function._opname
+
+    def results(
+        self, tensors: Sequence[torch.Tensor], owned: frozenset[int] = frozenset()
+    ) -> list[torch.Tensor]:
+        """Return the tensors that the function returns, then the new content of the written ones, which are copied
+        first unless they are ``owned``."""
+        own = [
+            _copied(t, stride) if (at in self.written and at not in owned) or _differ(t, stride) else t
+            for at, (t, stride) in enumerate(zip(tensors, self.strides, strict=True))
+        ]
+        # A kernel's results have the layouts of the tensors into which it writes; an op has a kernel for fakes.
+        if isinstance(self.function, Launch) and any(isinstance(t, FakeTensor) or t.is_meta for t in own):
+            returned = None
+        else:
+            args, kwargs = substitute((self.args, dict(self.kwargs)), lambda at: own[int(at)])
+            returned = self.function(*args, **kwargs)
+        leaves = [r for r in pytree.tree_leaves(returned) if isinstance(r, torch.Tensor)]
+        return [*leaves, *(own[at] for at in self.written)]
+
+
+def _copied(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def _differ(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Return whether a tensor has other strides than in the trace, as the gradient of an output may."""
+    now = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    return any(size > 1 and own != traced for size, own, traced in now)
+
+
+_WRITERS: list[WritingCall] = []  # a graph refers to them by position
+
+
+@torch.library.custom_op("rematplan::write", mutates_args=())
+def _write(writer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return _WRITERS[writer].results(tensors)
+
+
+_write.register_fake(lambda writer, tensors: _WRITERS[writer].results(tensors))
+WRITE: OpOverload = torch.ops.rematplan.write.default
+
+
+def write(writer: WritingCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Record a writing call in a trace, and return what `WritingCall.results` does."""
+    if writer not in _WRITERS:
+        _WRITERS.append(writer)
+    found: list[torch.Tensor] = WRITE(_WRITERS.index(writer), tensors)
+    return found
+
+
+@dataclass(frozen=True)
+class NewContents:
+    """The op of a writing call in a captured step. It returns new tensors."""
+
+    writer: WritingCall
+    new: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
+    """The tensors in which nothing is written before the call, which makes them: position among the writer's, shape,
+    strides, type and device."""
+
+    @property
+    def source_name(self) -> str:
+        """The function's name in generated code."""
+        return f"{self.writer.name}_written"
+
+    def __str__(self) -> str:
+        return f"{self.writer.name}.written"
+
+    def __hash__(self) -> int:
+        return hash((self.writer.name, self.new))  # arguments of kernels may have no hash
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Run the function on the tensors that are not new, and return what `WritingCall.results` does."""
+        every = list(tensors)
+        for at, shape, stride, dtype, device in self.new:
+            # On fakes, the new tensor must be a fake, too.
+            make = every[0].new_empty_strided if every else torch.empty_strided
+            every.insert(at, make(shape, stride, dtype=dtype, device=device))
+        return self.writer.results(every, frozenset(at for at, *_ in self.new))
+
+
+def with_written_calls(step: CapturedStep) -> CapturedStep:
+    """Return the step with a `NewContents` for each call that `write` recorded."""
+    if not any(call.target is WRITE for call in step.calls):
+        return step
+    return replace(
+        step, calls=tuple(_written(step, call) if call.target is WRITE else call for call in step.calls)
+    )
+
+
+def _written(step: CapturedStep, call: Call) -> Call:
+    writer, tensors = _WRITERS[call.args[0]], call.args[1]
+    new = tuple(_new(step, writer, tensors))
+    made = frozenset(at for at, *_ in new)
+    args = tuple(tensor for at, tensor in enumerate(tensors) if at not in made)
+    return replace(call, target=NewContents(writer, new), args=args)
+
+
+def _new(step: CapturedStep, writer: WritingCall, tensors: Sequence[Ref]) -> Iterator[tuple[Any, ...]]:
+    """Yield position and layout of each tensor into which a call writes and nothing did before."""
+    for at in writer.written:
+        maker, fake = step.makers.get(tensors[at].value), step.values[tensors[at].value].fake
+        if maker is not None and maker.target in UNWRITTEN:
+            yield at, tuple(fake.shape), fake.stride(), fake.dtype, fake.device

@@ -1,0 +1,225 @@
+"""Kernels of Triton and ops that write into their arguments are planned as ops with new results, bit-equal."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from same_bits import equal_after
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.ir import ModelError
+from rematplan.module.captures import capture_call
+from rematplan.runtime.capture.patches.kernel_writes import written_parameters
+from rematplan.runtime.capture.patches.writing_calls import python_function
+
+triton = pytest.importorskip("triton", reason="PyTorch has Triton on Linux only")
+tl = pytest.importorskip("triton.language")
+ROWS, WIDTH = 8, 32
+
+
+def gate(x):  # type: ignore[no-untyped-def]
+    return x / (1 + tl.exp(-x))
+
+
+def gated(a_ptr, b_ptr, c_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * stride + tl.arange(0, width)
+    tl.store(c_ptr + at, gate(tl.load(a_ptr + at)) * tl.load(b_ptr + at))
+
+
+def gated_backward(dc_ptr, a_ptr, b_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    a_ptr += tl.program_id(0) * stride
+    b_ptr += tl.program_id(0) * stride
+    columns = tl.arange(0, width)
+    dc, a = tl.load(dc_ptr + tl.program_id(0) * stride + columns), tl.load(a_ptr + columns)
+    b, s = tl.load(b_ptr + columns), 1 / (1 + tl.exp(-a))
+    tl.store(a_ptr + columns, dc * b * s * (1 + a * (1 - s)))
+    tl.store(b_ptr + columns, dc * a * s)
+
+
+def doubled(x_ptr, y_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * stride + tl.arange(0, width)
+    tl.store(y_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton interpret kernels on the CPU."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        for name in ("gate", "gated", "gated_backward", "doubled"):
+            monkeypatch.setitem(globals(), name, triton.jit(globals()[name]))
+
+
+class Gated(torch.autograd.Function):
+    """A gate by kernels. The backward writes the gradients into the saved tensors, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        c = torch.empty_like(a)
+        gated[(len(a),)](a, b, c, c.stride(0), width=a.shape[-1])  # type: ignore[index]
+        ctx.save_for_backward(a, b)
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        gated_backward[(len(a),)](gradient.contiguous(), a, b, a.stride(0), width=a.shape[-1])  # type: ignore[index]
+        return a, b
+
+
+class Blocks(nn.Module):
+    """Blocks with a gate by kernels."""
+
+    def __init__(self, gate: Callable[[Tensor, Tensor], Tensor] = Gated.apply, depth: int = 4) -> None:
+        super().__init__()
+        self.gate = gate
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            a, b = up(x).chunk(2, -1)
+            x = x + down(self.gate(a.contiguous(), b.contiguous()))
+        return x.square().mean()
+
+
+def check_same_bits(plain: nn.Module, x: Tensor, budget: str = "min") -> None:
+    """Check loss and gradients of two planned steps against eager mode."""
+    planned = rematplan.plan_module(copy.deepcopy(plain), (x,), budget=budget, costs="roofline")
+
+    for _ in range(2):
+        equal_after(lambda model: trained(model, x), planned, plain)
+
+
+def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss: Tensor = model(x)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_kernels_in_functions_are_planned(budget: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Blocks(), torch.randn(64, WIDTH)
+    check_same_bits(plain, x, budget)
+    names = [str(call.target) for call in capture_call(plain, (x,), {})[1].calls]
+    assert names.count("gated.written") == names.count("gated_backward.written") == 4
+    assert not any("empty" in name for name in names)  # the kernel's op makes what it fills
+
+
+def into_part(a: Tensor, b: Tensor) -> Tensor:
+    both = torch.zeros(2, *a.shape)
+    with torch.no_grad():
+        doubled[(len(a),)](a, both[1], a.stride(0), width=WIDTH)  # type: ignore[index]
+    return both[1] * b
+
+
+def in_place(a: Tensor, b: Tensor) -> Tensor:
+    c = (a * b).detach()
+    doubled[(len(a),)](c, c, a.stride(0), width=WIDTH)  # type: ignore[index]
+    return c * a
+
+
+@torch.library.custom_op("rematplan_tests::halve_", mutates_args={"x"})
+def halve_(x: Tensor, scale: float) -> Tensor:
+    x.mul_(scale)
+    return x.sum(-1, keepdim=True)
+
+
+@halve_.register_fake
+def _(x: Tensor, scale: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 1)
+
+
+def by_op(a: Tensor, b: Tensor) -> Tensor:
+    c = (a * b).detach()
+    total = halve_(c, 0.5)
+    return c * a + total
+
+
+@torch.library.triton_op("rematplan_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    torch.library.wrap_triton(doubled)[(len(x),)](x, y, x.stride(0), width=WIDTH)
+    return y
+
+
+def by_wrapped_kernel(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        c: Tensor = twice(a * b)
+    return c * a
+
+
+WRITING = (into_part, in_place, by_op, by_wrapped_kernel)
+
+
+@pytest.mark.parametrize("gate", WRITING)
+def test_writes_into_parts_and_into_what_is_read(gate: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    check_same_bits(Blocks(gate), torch.randn(16, WIDTH))
+
+
+def test_a_kernel_that_writes_into_a_part_of_another_argument_is_refused() -> None:
+    def overlapping(a: Tensor, b: Tensor) -> Tensor:
+        c = (a * b).detach()
+        doubled[(len(a) - 1,)](c[1:], c[:-1], a.stride(0), width=WIDTH)  # type: ignore[index]
+        return c * a
+
+    with pytest.raises(ModelError, match="doubled writes into a tensor of which another argument is a part"):
+        rematplan.plan_module(Blocks(overlapping), (torch.randn(8, WIDTH),), budget="min")
+
+
+def test_every_size_gets_a_plan() -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    planned = rematplan.plan_module(
+        copy.deepcopy(plain), (torch.randn(8, WIDTH),), budget="100%", costs="roofline"
+    )
+    for rows in (8, 24, 8):
+        x = torch.randn(rows, WIDTH)
+        equal_after(lambda model, x=x: trained(model, x), planned, plain)  # type: ignore[misc]
+
+
+def branches(x_ptr, y_ptr, z_ptr, index_ptr, n, flag: tl.constexpr):  # type: ignore[no-untyped-def]
+    for row in range(n):
+        p = x_ptr + row if flag else y_ptr + row
+        if tl.load(z_ptr + row) > 0:
+            tl.atomic_add(p + tl.load(index_ptr + row), 1.0)
+
+
+def by_helper(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+    other = doubled
+    doubled(y_ptr, x_ptr, n, width=8)
+    return other
+
+
+def unknown(x_ptr, y_ptr):  # type: ignore[no-untyped-def]
+    print(tl.load(y_ptr))
+    check_same_bits(x_ptr, 1)
+
+
+def described(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+    source = tl.make_tensor_descriptor(x_ptr, shape=[n], strides=[1], block_shape=[8])
+    target = tl.make_tensor_descriptor(y_ptr, shape=[n], strides=[1], block_shape=[8])
+    target.store([0], source.load([0]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "written"),
+    [
+        (gated, {"c_ptr"}),
+        (gated_backward, {"a_ptr", "b_ptr"}),
+        (branches, {"x_ptr", "y_ptr"}),
+        (by_helper, {"x_ptr"}),
+        (unknown, {"x_ptr"}),
+        (described, {"y_ptr"}),
+    ],
+)
+def test_what_a_kernel_writes_is_read_off_its_source(kernel: Any, written: set[str]) -> None:
+    function = python_function(kernel)
+    assert function is not None
+    assert {name for name in written_parameters(function) if name.endswith("_ptr")} == written
