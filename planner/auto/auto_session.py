@@ -178,7 +178,8 @@ class AutoSession:
         leanest = self.smallest or no_recompute(self.graph)
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
         effort = self.effort.part(SHARES.eviction * self.effort.total)
-        return lower_by_eviction(self.graph, leanest, enough, effort, seed=self.options.seed)
+        order, seed = self.options.keep_order, self.options.seed
+        return lower_by_eviction(self.graph, leanest, enough, effort, seed=seed, keep_order=order)
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak until a plan fits or none can, as long as for the budget ``min``."""

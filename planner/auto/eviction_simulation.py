@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.auto.deferral import deferred_outputs
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.effort import Effort
 
@@ -44,6 +46,8 @@ class Policy:
     """Whether results of the backward half may be evicted."""
     last_first: bool
     """Whether the last missing tensor is recomputed first."""
+    deferred: bool
+    """Whether some outputs may be evicted and computed again after all others (`deferral`)."""
 
 
 def random_policy(source: random.Random) -> Policy:
@@ -58,6 +62,7 @@ def random_policy(source: random.Random) -> Policy:
         noise=source.choice((0.0, 0.1, 0.5, 1.0)),
         backward=source.random() < 0.15,
         last_first=source.random() < 0.2,
+        deferred=source.random() < 0.5,
     )
 
 
@@ -78,22 +83,31 @@ class EvictionTables:
     """By tensor: whether that op is of the backward half."""
     once: tuple[bool, ...]
     """By op: whether it must not run again."""
-    held: tuple[bool, ...]
-    """By tensor: whether it is never evicted, as an output or a result of such an op."""
+    held: tuple[int, ...]
+    """By tensor: the place from which on it is not evicted: 0 for results of such ops and for most outputs."""
+    second: int
+    """The place at which the ops for deferred outputs begin."""
     input_bytes: int
     """Of all inputs together."""
+    plain_peak: int
+    """The bytes needed if results of the backward are neither evicted nor deferred."""
+    places: tuple[int, ...]
+    """The ops to run, in order: what outputs need that are not deferred, then what deferred ones need."""
     uses: tuple[tuple[int, ...], ...]
-    """By tensor: its readers, ascending, and the end for outputs. What may not be recomputed is also used
-    with what is computed from it.
+    """By tensor: the places of its readers, ascending, and the end for outputs. What may not be recomputed is also
+    used with what is computed from it.
     """
 
 
-def tables_of(graph: TrainingGraph) -> EvictionTables:
-    """Return the planning problem as tables for the simulation of eviction. They are computed once per graph object."""
-    return cached_on(graph, "eviction", lambda: _build(graph))
+def tables_of(graph: TrainingGraph, deferred: bool = False) -> EvictionTables:
+    """Return the planning problem as tables for the simulation of eviction, computed once per graph object.
+
+    ``deferred``: as in `Policy`.
+    """
+    return cached_on(graph, f"eviction, {deferred}", lambda: _build(graph, deferred))
 
 
-def _build(graph: TrainingGraph) -> EvictionTables:
+def _build(graph: TrainingGraph, deferred: bool) -> EvictionTables:
     """Return the tables of a problem. An op that may run only once counts its results as used until what the forward
     computes from them is used last."""
     ops, inputs, once = needed_ops(graph), set(graph.inputs), set(graph.never_rerun)
@@ -102,12 +116,19 @@ def _build(graph: TrainingGraph) -> EvictionTables:
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     outputs = set(graph.outputs)
     reads = tuple(tuple(number[t] for t in op.reads if t not in inputs) for op in ops)
+    made = [k for k, t in enumerate(written) if t in outputs]
+    sizes = [graph.size[t] for t in written]
+    late, plain_peak = deferred_outputs(ops, reads, sizes, made)
+    late = late if deferred else set()
+    fixed = [o for o, op in enumerate(ops) if not op.writes or op.name in graph.ordered]
+    first = _needed(reads, maker, {*fixed, *(maker[k] for k in made if k not in late)})
+    places = (*first, *_needed(reads, maker, {maker[k] for k in late}))
     uses: list[list[int]] = [[] for _ in written]
-    for o, row in enumerate(reads):
-        for k in row:
-            uses[k].append(o)
-    for t in outputs - inputs:
-        uses[number[t]].append(len(ops))
+    for place, o in enumerate(places):
+        for k in reads[o]:
+            uses[k].append(place)
+    for k in made:
+        uses[k].append(len(places))
     last = [max(row, default=-1) for row in uses]
     for o in reversed(range(len(ops))):
         if ops[o].phase != "backward":
@@ -123,14 +144,29 @@ def _build(graph: TrainingGraph) -> EvictionTables:
         writes=tuple(tuple(number[t] for t in op.writes) for op in ops),
         cost=tuple(op.cost for op in ops),
         workspace=tuple(op.workspace for op in ops),
-        bytes=tuple(graph.size[t] for t in written),
+        bytes=tuple(sizes),
         producer=tuple(maker),
         backward=tuple(ops[o].phase == "backward" for o in maker),
         once=tuple(op.name in once for op in ops),
-        held=tuple(t in outputs or ops[o].name in once for t, o in zip(written, maker, strict=True)),
+        held=tuple(
+            len(first) if k in late else 0 if t in outputs or ops[o].name in once else len(places)
+            for k, (t, o) in enumerate(zip(written, maker, strict=True))
+        ),
+        second=len(first) if late else 0,
         input_bytes=graph.input_bytes,
+        plain_peak=graph.input_bytes + plain_peak,
+        places=places,
         uses=tuple(map(tuple, uses)),
     )
+
+
+def _needed(reads: Sequence[Sequence[int]], maker: Sequence[int], ops: set[int]) -> list[int]:
+    """Return ``ops`` and all that they are computed by, ascending."""
+    needed = set(ops)
+    for o in range(len(reads) - 1, -1, -1):
+        if o in needed:
+            needed.update(maker[k] for k in reads[o])
+    return sorted(needed)
 
 
 class Simulation:
@@ -151,6 +187,8 @@ class Simulation:
         self.uses = tables.uses
         self.most = RUNS * len(tables.names) + 1000
         self.now = 0
+        self.costs: dict[int, float] = {}  # estimates of this place
+        self.spent: set[int] = set()  # ops that may run only once, and did
         self.runs: list[int] = []
         self.resident: dict[int, None] = {}
         self.wanted: dict[int, int] = {}
@@ -159,11 +197,18 @@ class Simulation:
         """Simulate the step. Return False if the budget is too small, the effort over, or the runs too many.
         Call this once.
         """
-        return all(self._make(op) for op in range(len(self.tables.names)))
+        return all(self._make(place, op) for place, op in enumerate(self.tables.places))
 
-    def _make(self, op: int) -> bool:
-        """Run an op after recomputing what it reads and what is missing for that. Return whether that succeeded."""
-        self.now, reads, producer = op, self.tables.reads, self.tables.producer
+    def _make(self, place: int, op: int) -> bool:
+        """Run an op, unless what is used of it is resident, after recomputing what it reads and what is missing for
+        that. Return whether that succeeded."""
+        self.costs.clear()
+        self.now, reads, producer = place, self.tables.reads, self.tables.producer
+        used = [t for t in self.tables.writes[op] if self._next_use(t) >= 0]
+        if used and all(t in self.resident for t in used):
+            for t in reads[op]:
+                self._drop_unused(t)
+            return True
         stack = [op]
         tries = [self._begin(op)]
         while stack:
@@ -199,8 +244,10 @@ class Simulation:
         self.effort.charge(moves=1)
         if len(self.runs) >= self.most or (len(self.runs) % 64 == 0 and self.effort.over):
             return False
-        if self.tables.once[op] and op != self.now:
+        if op in self.spent:
             return False
+        if self.tables.once[op]:
+            self.spent.add(op)
         writes, sizes = self.tables.writes[op], self.tables.bytes
         new = [t for t in writes if t not in self.resident]
         short = sum(sizes[t] for t in new) + self.tables.workspace[op] - self.left
@@ -235,32 +282,47 @@ class Simulation:
         """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether there
         were enough.
 
-        ``pinned`` ones stay, as do tiny and held ones.
+        ``pinned`` ones stay, as do held ones. Tiny ones go last, the largest first.
         """
-        known, policy = self.tables, self.policy
-        scores = [
-            (self._score(t), t)
-            for t in self.resident
-            if t not in pinned
-            and not known.held[t]
-            and known.bytes[t] > self.tiny
-            and (policy.backward or not known.backward[t])
-        ]
-        for _, t in sorted(scores, reverse=True):
+        sizes = self.tables.bytes
+        large = [t for t in self.resident if sizes[t] > self.tiny and self._may_go(t, pinned)]
+        for _, t in sorted(((self._score(t), t) for t in large), reverse=True):
             self._drop(t)
-            short -= known.bytes[t]
+            short -= sizes[t]
+            if short <= 0:
+                return True
+        rest = [t for t in self.resident if self._may_go(t, pinned)]
+        for t in sorted(rest, key=lambda t: (-sizes[t], t)):
+            self._drop(t)
+            short -= sizes[t]
             if short <= 0:
                 return True
         return False
 
+    def _may_go(self, tensor: int, pinned: set[int]) -> bool:
+        known = self.tables
+        if tensor in pinned or self.now >= known.held[tensor]:
+            return False
+        return self.policy.backward or not known.backward[tensor] or self._returns(tensor)
+
+    def _returns(self, tensor: int) -> bool:
+        """Return whether a result of the backward is next used when the ops for deferred outputs run."""
+        known = self.tables
+        later = known.backward[tensor] and tensor not in self.wanted
+        return later and self.now < known.second <= self._next_use(tensor)
+
     def _score(self, tensor: int) -> float:
         """Return the logarithm of a tensor's score, by the eviction policy. Tensors with larger scores are evicted
         first."""
+        if self._returns(tensor):
+            return math.inf
         policy, use = self.policy, self._next_use(tensor)
         distance = (use if use >= 0 else 1_000_000) - self.now
         score = policy.distance * math.log(distance) + policy.bytes * math.log(self.tables.bytes[tensor])
         if policy.cost:
-            score -= policy.cost * math.log(1.0 + self._cost(tensor))
+            if tensor not in self.costs:
+                self.costs[tensor] = math.log(1.0 + self._cost(tensor))
+            score -= policy.cost * self.costs[tensor]
         if tensor in self.wanted:
             score += math.log(policy.wanted)
         return score + self.source.gauss(0.0, policy.noise)

@@ -90,7 +90,8 @@ def cheapest_near_smallest_peak(
             strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
         else:
             part = effort.part(MIN_BUDGET.eviction * effort.left)
-            lean = plan_by_eviction(marked, budget, part, tries=MIN_BUDGET.tries, seed=seed)
+            tries = MIN_BUDGET.tries
+            lean = plan_by_eviction(marked, budget, part, tries=tries, seed=seed, keep_order=keep_order)
             known += [lean] if lean else []
             left = effort.left
             auto = Auto(seed=seed, keep_order=keep_order)

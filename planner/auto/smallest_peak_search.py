@@ -232,6 +232,7 @@ class _Lowering:
             first=EVICTION.next_pass,
             enough=self.enough,
             seed=self.seed,
+            keep_order=self.keep_order,
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:

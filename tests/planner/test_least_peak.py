@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.falling_budget import plans_down_to
 from rematplan.planner.annealing.restarts import DEAR, Search
-from rematplan.planner.auto import block_starts, min_budget_plan
+from rematplan.planner.auto import auto_session, block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
@@ -67,6 +68,38 @@ def dense(layers: int, growth: int = 4096) -> TrainingGraph:
             given[name].append(f"dcat{k}")
     outputs = tuple(f"dw{k}" for k in range(layers))
     return TrainingGraph("dense", tuple(tensors), ("x",), outputs, tuple(ops))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_deferred_outputs_are_made_again_within_the_budget(seed: int, ordered: bool) -> None:
+    graph = heavy_last(6)
+    graph = replace(graph, ordered=tuple(op.name for op in graph.ops) if ordered else ())
+    plain, tables, source = tables_of(graph), tables_of(graph, deferred=True), random.Random(seed)
+    budget = plain.plain_peak - 100
+    policy = replace(random_policy(source), backward=False)
+    assert not Simulation(plain, budget, policy, source, Effort()).run()
+    simulation = Simulation(tables, budget, policy, source, Effort())
+    assert simulation.run()
+    runs = [tables.names[o] for o in simulation.runs]
+    assert Annealer(graph).accepts(runs)
+    assert plan_from_runs(graph, runs, "eviction").peak <= budget
+
+
+def heavy_last(layers: int) -> TrainingGraph:
+    """A chain with the largest tensors first and the largest parameters last, so that gradients are in the way."""
+    tensors, ops = [Tensor("x", 10), Tensor("f0", 100), Tensor("d0", 100), Tensor("dw0", 1)], []
+    ops.append(Op("f0", ("x",), ("f0",), 1.0, phase="forward"))
+    for k in range(1, layers):
+        tensors += [Tensor(f"f{k}", 10), Tensor(f"d{k}", 10), Tensor(f"dw{k}", 50)]
+        ops.append(Op(f"f{k}", (f"f{k - 1}",), (f"f{k}",), 1.0, phase="forward"))
+    for k in reversed(range(1, layers)):
+        given = (f"d{k + 1}",) if k + 1 < layers else ()
+        ops.append(Op(f"b{k}", (f"f{k - 1}", f"f{k}", *given), (f"d{k}", f"dw{k}"), 1.0, phase="backward"))
+    ops.append(Op("b0", ("x", "f0", "d1"), ("d0", "dw0"), 1.0, phase="backward"))
+    return TrainingGraph(
+        "heavy last", tuple(tensors), ("x",), tuple(f"dw{k}" for k in range(layers)), tuple(ops)
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -331,8 +364,11 @@ def test_a_search_that_is_no_longer_needed_ends() -> None:
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, Enough])
-def test_an_interrupt_before_any_plan_fits_is_raised_again(interrupt: type[BaseException]) -> None:
+def test_an_interrupt_before_any_plan_fits_is_raised_again(
+    interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = problems.residual((3, 4, 6, 3))
+    monkeypatch.setattr(auto_session, "lower_by_eviction", lambda _graph, best, *_, **__: best)
 
     def progress(_fraction: float, text: str) -> None:
         if text == "nothing fits; lowering the peak":
