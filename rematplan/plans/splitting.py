@@ -67,7 +67,8 @@ def split_as_asked(
     regions = splittable(step, find_regions(step))
     if asked == AUTO_SPLIT:
         assert budget is not None
-        return _noted(problems, step, _chosen(problems, step, kinds_of(step, regions), budget))
+        trial = _Trial(problems, step, budget)
+        return _noted(problems, step, _chosen(trial, kinds_of(step, regions)), trial)
     assert isinstance(asked, tuple)
     parts: dict[SplitKind, int] = {}
     for name, k in asked:
@@ -100,29 +101,33 @@ def _split(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> C
     return with_sums_in_place(step) if choice and problems.in_place else step
 
 
-def _noted(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> RewrittenStep:
+def _noted(
+    problems: StepProblems, step: CapturedStep, choice: SplitChoice, trial: _Trial | None = None
+) -> RewrittenStep:
+    """Return the split step with a note. ``trial``: knows the times of the step with each kind split alone."""
     if not choice:
         return RewrittenStep(step)
     texts = []
     for kind, k in choice.items():
         parts = len(bounds_of(kind[0], k)) - 1
         name = kind[0].name + (f" and {len(kind) - 1} more like it" if len(kind) > 1 else "")
-        texts.append(f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only)")
+        time = f", {trial.time({kind: k}):.3f} of the step's time" if trial else ""
+        texts.append(
+            f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only{time})"
+        )
     why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
     if any(early_backward(StepUse(step), r) for kind in choice for r in kind):
         why += "; so do all gradients if the loss is scaled by a factor that is no power of two"
     return RewrittenStep(_split(problems, step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
 
 
-def _chosen(
-    problems: StepProblems, step: CapturedStep, kinds: Sequence[SplitKind], budget: Budget
-) -> SplitChoice:
+def _chosen(trial: _Trial, kinds: Sequence[SplitKind]) -> SplitChoice:
     """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
     none if no recomputation is needed.
 
     Of choices that are about equal, the one with the fewest parts: each part reads the weights again.
     """
-    trial, amount = _Trial(problems, step, budget), fixed_bytes(budget)
+    amount = fixed_bytes(trial.budget)
     graph = trial.problem({})
     if amount is not None and no_recompute(graph).peak <= amount:
         return {}
@@ -185,6 +190,11 @@ class _Trial:
         if key not in self.graphs:
             self.graphs[key] = self.problems.problem_at(_split(self.problems, self.step, choice))[1]
         return self.graphs[key]
+
+    def time(self, choice: SplitChoice) -> float:
+        """Return the time of the step with these splits ÷ that without splits, both without recomputation."""
+        whole = self.problem({}).base_cost
+        return self.problem(choice).base_cost / whole if whole else 1.0
 
     def outcome(self, choice: SplitChoice, cheapest: float) -> tuple[bool, float]:
         """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits or the budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,11 @@ class WritingCall:
     def name(self) -> str:
         """The function's name."""
         return self.function.name if isinstance(self.function, Launch) else self.function._opname
+
+    @property
+    def grid(self) -> Any:
+        """The grid of a kernel, else None."""
+        return self.function.grid if isinstance(self.function, Launch) else None
 
     def results(
         self, tensors: Sequence[torch.Tensor], owned: frozenset[int] = frozenset()
@@ -117,7 +123,11 @@ class NewContents:
         return f"{self.writer.name}_written"
 
     def __str__(self) -> str:
-        return f"{self.writer.name}.written"
+        # By this text, costs are cached, so it depends on all numbers that the function gets.
+        settings = repr(
+            (self.new, self.writer.args, self.writer.kwargs, self.writer.strides, self.writer.grid)
+        )
+        return f"{self.writer.name}.written.{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def __hash__(self) -> int:
         return hash((self.writer.name, self.new))  # arguments of kernels may have no hash

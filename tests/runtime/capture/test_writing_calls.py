@@ -107,7 +107,8 @@ def test_kernels_in_functions_are_planned(budget: str) -> None:
     plain, x = Blocks(), torch.randn(64, WIDTH)
     check_same_bits(plain, x, budget)
     names = [str(call.target) for call in capture_call(plain, (x,), {})[1].calls]
-    assert names.count("gated.written") == names.count("gated_backward.written") == 4
+    for kernel in ("gated.written", "gated_backward.written"):
+        assert sum(name.startswith(f"{kernel}.") for name in names) == 4
     assert not any("empty" in name for name in names)  # the kernel's op makes what it fills
 
 
