@@ -19,6 +19,7 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.least.demands import NEVER, Demands, demands_of
 from rematplan.planner.least.group_descent import descend_by_groups
+from rematplan.planner.least.inverses_as_parts import inverses_as_parts
 from rematplan.planner.least.last_heavy_run import LastHeavyRun, heaviest_targets
 from rematplan.planner.least.reuse import shortened
 from rematplan.planner.least.unfold import TooLong, Unfolding
@@ -72,6 +73,11 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
     values.run(*NEAR_LEAST.first)
     proven = max(_proven(plain, demands, values, effort), min_peak_bound(plain).bytes)
     record_peak_bound(plain, proven)
+    relaxed = inverses_as_parts(graph)
+    if relaxed is not None:
+        own = Values(demands_of(relaxed), effort)
+        own.run(*NEAR_LEAST.first)
+        record_peak_bound(graph, _proven(relaxed, own.demands, own, effort))
     _improve(values, proven - demands.inputs)
     if effort.left < NEAR_LEAST.worth * effort.done:
         return None

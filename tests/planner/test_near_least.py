@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import problems
@@ -17,6 +18,7 @@ from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.least.demands import Demands, demands_of
 from rematplan.planner.least.group_descent import descend_by_groups
+from rematplan.planner.least.inverses_as_parts import inverses_as_parts
 from rematplan.planner.least.last_heavy_run import LastHeavyRun
 from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.least.regression import search
@@ -25,6 +27,18 @@ from rematplan.planner.least.values import Values
 from rematplan.planner.strategies.store_all import no_recompute
 
 UNLIMITED = 10**9
+
+
+def with_inverses(graph: TrainingGraph, rng: random.Random) -> TrainingGraph:
+    """The problem with inverses that recover what ops read from what they write, as far as it has room for that."""
+    inverses: list[Op] = []
+    for op in graph.ops:
+        room = graph.size[op.writes[0]]
+        for t in op.reads:
+            if graph.size[t] <= room and rng.random() < 0.7:
+                room -= graph.size[t]
+                inverses.append(Op(f"invert_{op.name}_{t}", (op.writes[0],), (t,), 1.0))
+    return replace(graph, inverses=tuple(inverses))
 
 
 def random_problem(rng: random.Random, count: int) -> TrainingGraph:
@@ -87,6 +101,53 @@ def test_values_and_bounds_enclose_the_least_peak_of_all_schedules(seed: int) ->
     assert bound == level == least
     assert heavy.bound(demands.outputs, 0, 1000) <= least
     assert descend_by_groups(demands.tables, demands.outputs, 0, 300, effort).level >= least
+
+
+def least_with_inverses(graph: TrainingGraph) -> int:
+    """The least peak of all sequences of runs, inverses' included, and frees."""
+    wanted, best = frozenset(graph.outputs), {frozenset[str](): 0}
+    queue: list[tuple[int, tuple[str, ...]]] = [(0, ())]
+    while queue:
+        peak, state = heapq.heappop(queue)
+        resident = frozenset(state)
+        if peak > best[resident]:
+            continue
+        if wanted <= resident:
+            return peak
+        reached = [(peak, resident - {t}) for t in resident]
+        for op in graph.recipes:
+            if resident.issuperset(op.reads):
+                after = resident.union(op.writes)
+                reached.append((max(peak, sum(graph.size[t] for t in after) + op.workspace), after))
+        for level, after in reached:
+            if level < best.get(after, UNLIMITED):
+                best[after] = level
+                heapq.heappush(queue, (level, tuple(sorted(after))))
+    raise AssertionError("every set can be computed")
+
+
+def test_what_is_proven_with_inverses_is_not_above_the_least_peak_of_all_schedules() -> None:
+    raised = 0
+    for seed in range(150):
+        graph = with_inverses(random_problem(rng := random.Random(seed), 6), rng)
+        if len(graph.tensors) > 9 or not graph.inverses:
+            continue
+        relaxed, own = inverses_as_parts(graph), min_peak_bound(graph).bytes
+        assert relaxed is not None
+        demands = demands_of(relaxed, 0.0)
+        least = least_with_inverses(graph)
+        assert least_peak(demands, demands.outputs) <= least
+        plan_near_least(graph, UNLIMITED, Effort(moves=UNLIMITED))
+        assert min_peak_bound(graph).bytes <= least
+        raised += min_peak_bound(graph).bytes > own
+    assert raised
+
+
+def test_without_what_it_computes_a_whole_has_no_part() -> None:
+    tensors = (Tensor("a", 1), Tensor("b", 9), Tensor("c", 9))
+    ops = (Op("a", (), ("a",), 1.0), Op("b", ("a",), ("b",), 1.0), Op("c", ("b",), ("c",), 1.0))
+    graph = TrainingGraph("chain", tensors, (), ("c",), ops, (Op("invert", ("c",), ("a",), 1.0),))
+    assert inverses_as_parts(graph) is None
 
 
 @pytest.mark.parametrize("seed", range(8))
