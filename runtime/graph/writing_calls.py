@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import FakeTensor, OpOverload, pytree
 
 ATEN = torch.ops.aten
@@ -20,6 +20,7 @@ UNWRITTEN = frozenset(
     }
 )
 """Ops that return memory in which nothing is written."""
+ZEROS = frozenset({ATEN.zeros.default, ATEN.zeros_like.default, ATEN.new_zeros.default})
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,25 @@ def write(writer: WritingCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 @dataclass(frozen=True)
+class NewTensor:
+    """A tensor that a writing call makes, since nothing but zeros is in it before."""
+
+    at: int
+    """Its position among those of the `WritingCall`."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    zeros: bool
+
+
+@dataclass(frozen=True)
 class NewContents:
     """The op of a writing call in a captured step. It returns new tensors."""
 
     writer: WritingCall
-    new: tuple[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
-    """The tensors in which nothing is written before the call, which makes them: position among the writer's, shape,
-    strides, type and device."""
+    new: tuple[NewTensor, ...]
+    """The tensors that it makes. Its arguments are the others."""
 
     @property
     def source_name(self) -> str:
@@ -135,11 +148,12 @@ class NewContents:
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Run the function on the tensors that are not new, and return what `WritingCall.results` does."""
         every = list(tensors)
-        for at, shape, stride, dtype, device in self.new:
+        for one in self.new:
             # On fakes, the new tensor must be a fake, too.
             make = every[0].new_empty_strided if every else torch.empty_strided
-            every.insert(at, make(shape, stride, dtype=dtype, device=device))
-        return self.writer.results(every, frozenset(at for at, *_ in self.new))
+            made = make(one.shape, one.stride, dtype=one.dtype, device=one.device)
+            every.insert(one.at, made.zero_() if one.zeros else made)
+        return self.writer.results(every, frozenset(one.at for one in self.new))
 
 
 def with_written_calls(step: CapturedStep) -> CapturedStep:
@@ -152,16 +166,17 @@ def with_written_calls(step: CapturedStep) -> CapturedStep:
 
 
 def _written(step: CapturedStep, call: Call) -> Call:
-    writer, tensors = _WRITERS[call.args[0]], call.args[1]
-    new = tuple(_new(step, writer, tensors))
-    made = frozenset(at for at, *_ in new)
-    args = tuple(tensor for at, tensor in enumerate(tensors) if at not in made)
-    return replace(call, target=NewContents(writer, new), args=args)
-
-
-def _new(step: CapturedStep, writer: WritingCall, tensors: Sequence[Ref]) -> Iterator[tuple[Any, ...]]:
-    """Yield position and layout of each tensor into which a call writes and nothing did before."""
+    writer, tensors = _WRITERS[call.args[0]], list(call.args[1])
+    new = []
     for at in writer.written:
         maker, fake = step.makers.get(tensors[at].value), step.values[tensors[at].value].fake
-        if maker is not None and maker.target in UNWRITTEN:
-            yield at, tuple(fake.shape), fake.stride(), fake.dtype, fake.device
+        if maker is None:
+            continue
+        if maker.target in UNWRITTEN | ZEROS:
+            layout = tuple(fake.shape), fake.stride(), fake.dtype, fake.device
+            new.append(NewTensor(at, *layout, maker.target in ZEROS))
+        elif maker.target is ATEN.clone.default:  # the call itself copies what it writes
+            tensors[at] = maker.args[0]
+    made = {one.at for one in new}
+    args = tuple(tensor for at, tensor in enumerate(tensors) if at not in made)
+    return replace(call, target=NewContents(writer, tuple(new)), args=args)
