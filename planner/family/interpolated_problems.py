@@ -1,28 +1,32 @@
-"""Compute planning problems at sizes between captured ones: bytes by polynomials of degree 2, checked at all
+"""Compute planning problems at sizes between captured ones: bytes by polynomials of degree 2 or less, checked at all
 captured sizes.
 
-Where dimensions are rounded the check fails. A workspace is the larger of the two nearest captured ones,
-since kernels that work in blocks need it in steps.
+The bytes of most tensors are a + b·x or a + b·x², where x is the size. Two sizes determine either, and a third one
+checks it. Others need three sizes, and two more that check them. Where dimensions are rounded the check fails. A
+workspace without such a polynomial is the larger of the two nearest captured ones, since kernels that work in blocks
+need it in steps.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
+from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints, amounts_of
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
 
-DEGREE = 2
+LAWS = ((1, 1), (2, 1), (1, 2))
+"""Polynomials that are tried, simplest first: the power of the size, and the degree in this power."""
 CHECKS = 2
-"""The least number of captured sizes at which the polynomials are checked, in addition to the three that determine
-them."""
+"""A polynomial of degree d > 1 needs this many captured sizes in addition to the d + 1 that determine it; one of
+degree 1 needs one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,36 +42,37 @@ class Between:
         return list(self.captured)
 
     @cached_property
-    def _points(self) -> list[int]:
-        """The three captured sizes from which the polynomials are computed: the smallest, one in the middle, and the
-        largest."""
-        last = len(self.sizes) - 1
-        return [self.sizes[round(k * last / DEGREE)] for k in range(DEGREE + 1)]
+    def _rows(self) -> list[tuple[int, ...]]:
+        """For each tensor, its bytes at the captured sizes."""
+        return list(zip(*([t.bytes for t in graph.tensors] for graph in self.captured.values()), strict=True))
 
     @cached_property
-    def _rows(self) -> list[tuple[int, ...]]:
-        """For each tensor, its bytes at the three captured sizes from which the polynomials are computed."""
-        return list(zip(*([t.bytes for t in self.captured[x].tensors] for x in self._points), strict=True))
+    def _workspaces(self) -> list[tuple[int, ...]]:
+        """For each op and inverse, its workspace at the captured sizes."""
+        return list(zip(*(known.workspaces.tolist() for known in self._known.values()), strict=True))
+
+    @cached_property
+    def _laws(self) -> dict[tuple[int, ...], _Law | None]:
+        """For bytes at the captured sizes, the simplest polynomial that gives all of them; None if there is none."""
+        laws = [law for power, degree in LAWS if (law := _law(self.sizes, power, degree))]
+        rows = {*self._rows, *self._workspaces}
+        return {row: next((law for law in laws if law.holds(row)), None) for row in rows}
+
+    @property
+    def holds(self) -> bool:
+        """Whether polynomials give exactly the captured bytes of all tensors at all captured sizes."""
+        return all(self._laws[row] for row in self._rows)
 
     def bytes_at(self, size: int) -> list[int]:
         """Return the bytes of each tensor at a size of the varying dimension, computed from the polynomials, in the
         order of ``graph.tensors``; `ProblemError` if one is no whole number."""
-        weights = [_weight(self._points, k, size) for k in range(DEGREE + 1)]
-        values = {
-            row: sum((w * b for w, b in zip(weights, row, strict=True)), Fraction())
-            for row in set(self._rows)
-        }
-        if any(value.denominator > 1 or value < 0 for value in values.values()):
+        values = self._values(size)
+        if any(values[row].denominator > 1 or values[row] < 0 for row in set(self._rows)):
             raise ProblemError(f"at size {size} a tensor would not have a whole number of bytes")
         return [int(values[row]) for row in self._rows]
 
-    def holds_at(self, size: int) -> bool:
-        """Return whether the polynomials give exactly the captured bytes of all tensors at ``size``, one of the
-        captured sizes."""
-        try:
-            return self.bytes_at(size) == [t.bytes for t in self.captured[size].tensors]
-        except ProblemError:
-            return False
+    def _values(self, size: int) -> dict[tuple[int, ...], Fraction]:
+        return {row: law.value(row, size) for row, law in self._laws.items() if law}
 
     def amounts(self, size: int) -> Amounts:
         """Return bytes, workspaces and costs as in `problem`, but workspaces at captured sizes may be larger.
@@ -79,8 +84,32 @@ class Between:
     def _amounts(self, size: int, here: list[int]) -> Amounts:
         below, above = self._neighbours(size)
         low, high = self._known[below], self._known[above]
-        costs = low.costs + (size - below) / (above - below) * (high.costs - low.costs)
-        return self._positions.amounts(np.array(here, dtype=np.int64), low, high, costs)
+        values = self._values(size)
+        workspaces = [
+            min(larger, math.ceil(values.get(row, larger)))
+            for row, larger in zip(
+                self._workspaces, np.maximum(low.workspaces, high.workspaces).tolist(), strict=True
+            )
+        ]
+        sizes = np.array(here, dtype=np.int64)
+        costs = self._costs_at(self._positions.traffic(sizes), below, above)
+        found = self._positions.amounts(sizes, low, high, costs)
+        return replace(found, workspaces=np.array(workspaces, dtype=np.int64))
+
+    def _costs_at(self, moved: Ints, below: int, above: int) -> Floats:
+        """Return the costs of ops that move ``moved`` bytes: a parabola in these bytes, or a line, but within the costs
+        at the two neighbouring sizes."""
+        others = [size for size in self.sizes if size not in (below, above)]
+        third = min(others, key=lambda size: abs(size - below), default=above)
+        (a, at_a), (b, at_b), (c, at_c) = (
+            (self._traffic[size].astype(float), self._known[size].costs) for size in (below, above, third)
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = (at_b - at_a) / (b - a)
+            bend = ((at_c - at_a) / (c - a) - slope) / (c - b)
+            line = np.where(a == b, np.maximum(at_a, at_b), at_a + (moved - a) * slope)
+            costs = np.where(np.isfinite(bend), line + (moved - a) * (moved - b) * bend, line)
+        return np.clip(costs, np.minimum(at_a, at_b), np.maximum(at_a, at_b))
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size from the smallest captured to the largest, the captured one if there
@@ -102,25 +131,56 @@ class Between:
         return {size: amounts_of(graph) for size, graph in self.captured.items()}
 
     @cached_property
+    def _traffic(self) -> dict[int, Ints]:
+        """The bytes that each op and inverse moves at the captured sizes."""
+        sizes = ((size, [t.bytes for t in graph.tensors]) for size, graph in self.captured.items())
+        return {size: self._positions.traffic(np.array(own, dtype=np.int64)) for size, own in sizes}
+
+    @cached_property
     def _positions(self) -> TensorPositions:
         return tensor_positions(self.captured[self.sizes[0]])
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
-    """Return a `Between` of captured problems by size; None if there are fewer than five, they differ, or
-    bytes are no polynomials.
+    """Return a `Between` of captured problems by size; None if there are too few, they differ, or bytes are no
+    polynomials.
     """
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}
-    if len(captured) < DEGREE + 1 + CHECKS or len(alike) > 1:
+    return found if len(alike) == 1 and found.holds else None
+
+
+@dataclass(frozen=True)
+class _Law:
+    """A polynomial in a power of the size, through its values at some of the captured sizes."""
+
+    sizes: tuple[int, ...]
+    """All captured sizes."""
+    power: int
+    places: tuple[int, ...]
+    """The positions in ``sizes`` of those that determine the polynomial."""
+
+    def value(self, row: Sequence[int], size: int) -> Fraction:
+        """Return the polynomial at a size. ``row``: the values at the captured sizes."""
+        weights = _weights(tuple(self.sizes[at] ** self.power for at in self.places), size**self.power)
+        return sum((w * row[at] for w, at in zip(weights, self.places, strict=True)), Fraction())
+
+    def holds(self, row: Sequence[int]) -> bool:
+        """Return whether the polynomial gives all values ``row`` at the captured sizes."""
+        return all(self.value(row, size) == value for size, value in zip(self.sizes, row, strict=True))
+
+
+def _law(sizes: Sequence[int], power: int, degree: int) -> _Law | None:
+    """Return a law that the smallest size, the largest and those in the midst determine; None if too few sizes are left
+    that check it."""
+    last = len(sizes) - 1
+    if last < degree + (CHECKS if degree > 1 else 1):
         return None
-    return found if all(map(found.holds_at, found.sizes)) else None
+    return _Law(tuple(sizes), power, tuple(round(k * last / degree) for k in range(degree + 1)))
 
 
-def _weight(points: Sequence[int], k: int, x: int) -> Fraction:
-    """Return the value at ``x`` of the Lagrange polynomial that is 1 at ``points[k]`` and 0 at the other points."""
-    weight = Fraction(1)
-    for j, point in enumerate(points):
-        if j != k:
-            weight *= Fraction(x - point, points[k] - point)
-    return weight
+@lru_cache(1024)
+def _weights(points: tuple[int, ...], x: int) -> list[Fraction]:
+    """Return the values at ``x`` of the Lagrange polynomials, each of which is 1 at one of the points and 0 at the
+    others."""
+    return [math.prod((Fraction(x - q, p - q) for q in points if q != p), start=Fraction(1)) for p in points]

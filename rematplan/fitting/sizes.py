@@ -27,10 +27,16 @@ from rematplan.runtime.problem.as_plain_autograd import PlainAutograd
 
 GUESSES = 4
 """How many sizes are tried where the memory is expected to be used up, before a search that halves the range."""
-GROWTH = 8
+GROWTH = 32
 """The largest factor from a size that fits to the next one that is tried."""
 BEYOND = 1.05
-"""The factor by which a size is chosen above the one at which the memory is expected to be used up."""
+"""The factor by which a size is chosen above the one at which the memory is expected to be used up, as long as no
+size is known at which it is: sizes between captured ones need no capture."""
+PRECISION = 100
+"""The search for the largest size with a plan ends at one part in so many: each size takes seconds, and another search
+might find another plan."""
+AHEAD = 4
+"""How many steps of that precision a search goes at first beyond the sizes at which known plans fit."""
 CUDA = torch.device("cuda")
 
 
@@ -184,8 +190,7 @@ class SizeSearch:
             plan.estimate.overhead,
             self.least(size),
             plan.estimate.cost / 1e6,
-            base.peak <= self.budget
-            or (plan.peak <= self.budget and plan.estimate.overhead <= self.asked.max_overhead),
+            base.peak <= self.budget or self._fits(plan),
             self.model.samples_at(size),
         )
 
@@ -205,10 +210,30 @@ class SizeSearch:
 
     def _planned(self, without: int, proven: int) -> int:
         """Return the largest size at which a plan is found that fits, from ``without`` to ``proven``. The bounds are
-        often tight, and each search takes seconds, so that ``proven`` is tried first."""
-        if proven > without and self.row(proven).fits:
-            return proven
-        return self._bisected(without, max(without + self.model.unit, proven), lambda n: self.row(n).fits)
+        often tight, and each search takes seconds, so that ``proven`` is tried first, then where plans found so far
+        cease to fit."""
+        rows, unit, ahead = self._rows.items(), self.model.unit, 0
+        low, high = max([without, *(n for n, row in rows if row.fits)]), proven + unit
+        size = min([proven, *(n for n, row in rows if n > low)])
+        while size > low:
+            low, high = (size, high) if self.row(size).fits else (low, size)
+            step = max(unit, low // PRECISION // unit * unit)
+            if high - low <= step:
+                break
+            known = self._bisected(low, high, self._known_to_fit)
+            if known - low > step:
+                size, ahead = known, AHEAD
+            else:
+                size, ahead = min(self._middle(low, high), low + ahead * step if ahead else high), 2 * ahead
+        return low
+
+    def _known_to_fit(self, size: int) -> bool:
+        """Return whether a plan that was found at another size fits at this one."""
+        found = self._store.serving(self.problem(size), self.budget)
+        return found is not None and self._fits(found)
+
+    def _fits(self, plan: Plan) -> bool:
+        return plan.peak <= self.budget and plan.estimate.overhead <= self.asked.max_overhead
 
     def _fastest(self) -> AtSize | None:
         rows = [self.row(size) for size in self._plans] if self.model.dimension == BATCH else []
@@ -221,34 +246,45 @@ class SizeSearch:
     def _last(self, bytes_at: Callable[[int], int], limit: int) -> int:
         """Return the largest size with at most ``limit`` bytes, which grow with the size; 0 if there is none."""
         unit, top = self.model.unit, self._top
-        low, high, size = 0, top + unit, min(self.model.size, top)
-        known, guesses = dict[int, int](), 0
-        while high - low > unit and size not in known and guesses < GUESSES:
+        known, guesses = {n: bytes_at(n) for n in {*self._captured, self.model.size} if n <= top}, 0
+        high = min((n for n in known if known[n] > limit), default=top + unit)
+        low = max((n for n in known if n < high), default=0)
+        while high - low > unit and guesses < GUESSES:
+            size = self._next(low, high, known, limit)
             known[size] = bytes_at(size)
             low, high = (size, high) if known[size] <= limit else (low, size)
             guesses += high <= top  # a size that is too large is known
-            size = self._next(low, high, known, limit)
         return self._bisected(low, high, lambda n: bytes_at(n) <= limit)
 
     def _next(self, low: int, high: int, known: Mapping[int, int], limit: int) -> int:
-        """Return the size to try next: just above where the bytes are expected to reach ``limit``."""
-        unit = self.model.unit
-        points = sorted(sorted(known, key=lambda n: abs(known[n] - limit))[:2])
-        a, b = points[0], points[-1]
-        if known[a] < known[b]:
-            slope = (known[b] - known[a]) / (b - a)
-            guess = math.ceil((a + (limit - known[a]) / slope) * (BEYOND if high > low * 2 else 1))
+        """Return the size to try next, where the bytes are expected to reach ``limit``. It is an odd number of units,
+        so that tensors whose sizes are rounded are noticed."""
+        unit, open_ = self.model.unit, high > self._top
+        points = known if len(known) > 1 else {0: self._held, **known}
+        a, b = sorted(sorted(points, key=lambda n: abs(points[n] - limit))[:2])
+        if points[a] < points[b]:
+            slope = (points[b] - points[a]) / (b - a)
+            guess = math.floor((a + (limit - points[a]) / slope) * (BEYOND if open_ else 1))
         else:  # the bytes may be constant below a size, and grow above it
-            guess = (low + high) // 2
-        if low and high > self.model.most:
-            guess = max(2 * low, min(guess, (GROWTH if len(known) > 1 else 2) * low))
-        return max(low + unit, min(high - unit, guess // unit * unit))
+            guess = 2 * low if open_ else (low + high) // 2
+        if low and open_:
+            guess = min(guess, GROWTH * low)
+        return max(low + unit, min(high - unit, (guess // unit | 1) * unit))
+
+    @property
+    def _held(self) -> int:
+        """The bytes of parameters, the optimizer's state and gradients at the size in question."""
+        graph = self.problem(self.model.size)
+        kept = (graph.size[name] for name in graph.outputs)
+        return sum(kept) + sum(graph.fixed_split.get(kind, 0) for kind in ("parameter", RESERVED))
 
     def _bisected(self, low: int, high: int, holds: Callable[[int], bool]) -> int:
         """Return the largest size that holds, from ``low``, which does, and below ``high``, which does not."""
-        unit = self.model.unit
-        while high - low > unit:
-            size = (low + high) // 2 // unit * unit
-            size = size if low < size else low + unit
+        while high - low > self.model.unit:
+            size = self._middle(low, high)
             low, high = (size, high) if holds(size) else (low, size)
         return low
+
+    def _middle(self, low: int, high: int) -> int:
+        unit = self.model.unit
+        return max(low + unit, (low + high) // 2 // unit * unit)

@@ -44,7 +44,9 @@ def rows(size: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(size, WIDTH),)
 
 
-def measured(size: int, make: Callable[..., torch.optim.Optimizer], budget: int = 0) -> int:
+def measured(
+    size: int, make: Callable[..., torch.optim.Optimizer], budget: int = 0, strategy: Any = SEARCH
+) -> int:
     """The bytes at the peak of a training step that runs, with a plan if there is a budget, after one step."""
     model, batch, labels = network(), rows(size)[0], torch.randint(CLASSES, (size,))
     optimizer = make(model.parameters())
@@ -60,7 +62,7 @@ def measured(size: int, make: Callable[..., torch.optim.Optimizer], budget: int 
     run: Any = WithLoss()
     if budget:
         run = rematplan.plan_module(
-            run, (batch, labels), budget=budget, reserved=[optimizer], refine=False, strategy=SEARCH
+            run, (batch, labels), budget=budget, reserved=[optimizer], refine=False, strategy=strategy
         )
 
     def step() -> None:
@@ -113,7 +115,8 @@ def test_the_largest_batch_is_the_one_that_real_runs_find() -> None:
         low, high = (middle, high) if fits else (low, middle)
     assert abs(found.largest.without.size - low) <= 1  # autograd's order of ops in one node differs by a bias
     assert low <= found.largest.planned.size < found.largest.impossible
-    assert measured(found.largest.planned.size, torch.optim.SGD, memory) <= memory
+    search = rematplan.Auto(moves=10_000)  # with costs measured anew, dynamic programs find other plans
+    assert measured(found.largest.planned.size, torch.optim.SGD, memory, search) <= memory
 
 
 @pytest.mark.parametrize(("proven", "searches"), [(24, 1), (40, 7)])

@@ -14,7 +14,7 @@ from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.planner.core.schedule import runs_of, with_frees
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.family.amounts_by_position import amounts_of
-from rematplan.planner.family.interpolated_problems import CHECKS, DEGREE, between
+from rematplan.planner.family.interpolated_problems import CHECKS, between
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.range_proof import RangeProof, range_row
 from rematplan.planner.family.tensor_positions import tensor_positions
@@ -32,12 +32,12 @@ def family_of(graph: TrainingGraph) -> PlanFamily:
 
 
 def sized(graph: TrainingGraph, rng: Random):
-    """A function from sizes to problems: tensors' bytes are polynomials of the size, costs lines, workspaces
-    grow in steps."""
+    """A function from sizes to problems: tensors' bytes are polynomials of the size, costs parabolas in the bytes
+    that ops move, workspaces grow in steps."""
     terms = [
         (rng.randint(0, 99), rng.randint(0, 99), rng.choice((0, rng.randint(0, 9)))) for _ in graph.tensors
     ]
-    lines = [(rng.randint(0, 3), rng.random(), rng.random()) for _ in graph.ops]
+    laws = [(rng.randint(0, 3), *(rng.random() for _ in range(3))) for _ in graph.ops]
 
     def at(size: int) -> TrainingGraph:
         tensors = [
@@ -47,8 +47,8 @@ def sized(graph: TrainingGraph, rng: Random):
         bare = replace(graph, tensors=tuple(tensors))
         traffic = tensor_positions(bare).traffic(np.array([t.bytes for t in bare.tensors]))
         ops = [
-            replace(op, workspace=int(k * (n // 50)), cost=c + d * size)
-            for op, (k, c, d), n in zip(graph.ops, lines, traffic, strict=True)
+            replace(op, workspace=int(k * (n // 50)), cost=c + d * n + e * n * n)
+            for op, (k, c, d, e), n in zip(graph.ops, laws, traffic.tolist(), strict=True)
         ]
         return replace(bare, ops=tuple(ops))
 
@@ -121,10 +121,23 @@ def test_rounded_bytes_are_refused(problems):
     assert between({size: at(size) for size in (8, 16, 24, 32, 40)}) is not None
 
 
+def test_three_sizes_suffice_for_lines_and_squares(problems):
+    graph = problems.chain(4)
+
+    def at(size: int) -> TrainingGraph:
+        tensors = (replace(t, bytes=8 + 4 * size ** (1 + k % 2)) for k, t in enumerate(graph.tensors))
+        return replace(graph, tensors=tuple(tensors))
+
+    known = between({size: at(size) for size in (3, 8, 15)})
+    assert known is not None
+    assert all(known.problem(size) == at(size) for size in range(3, 16))
+    assert between({size: at(size) for size in (3, 15)}) is None
+
+
 def test_too_few_sizes_or_other_ops_say_nothing(problems):
     rng = Random(1)
     at = sized(problems.chain(4), rng)
-    sizes = list(range(2, 3 + DEGREE + CHECKS))
+    sizes = list(range(2, 5 + CHECKS))
     assert between({size: at(size) for size in sizes}) is not None
     assert between({size: at(size) for size in sizes[:-1]}) is None
     other = sized(problems.chain(5), rng)
