@@ -26,6 +26,7 @@ from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.capture.patches.in_place_layouts import InPlaceLayouts
+from rematplan.runtime.capture.patches.recorded_writes import written_tensors_recorded
 from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
 from rematplan.runtime.capture.patches.size_arithmetic import sizes_computed_once
 from rematplan.runtime.capture.patches.size_text import no_size_as_text
@@ -33,7 +34,6 @@ from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.sum_numbers import sums_of_gradients_numbered
 from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_as_outputs
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
-from rematplan.runtime.capture.patches.writing_calls import written_tensors_recorded
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
 from rematplan.runtime.capture.untied_module import UntiedModule

@@ -227,18 +227,18 @@ PATCHES = (
     Patch(
         ("dispatch modes",),
         "a tracer turns a user's op that writes into its arguments into an operator that takes functions",
-        f"{_ROOM}.capture.patches.writing_calls",
+        f"{_ROOM}.capture.patches.recorded_writes",
         threads=_LOCAL,
     ),
     Patch(
         ("triton.runtime.jit.KernelInterface.__getitem__",),
         "Triton's kernels take addresses, which a tracer's tensors do not have; changed if Triton is imported",
-        f"{_ROOM}.capture.patches.writing_calls",
+        f"{_ROOM}.capture.patches.recorded_writes",
     ),
     Patch(
         (".".join((triton_ops.__name__, tritons_calls_wrapped[1])),),
         "torch.library.wrap_triton would record an operator that takes functions",
-        f"{_ROOM}.capture.patches.writing_calls",
+        f"{_ROOM}.capture.patches.recorded_writes",
         threads=_TRACING,
     ),
     Patch(

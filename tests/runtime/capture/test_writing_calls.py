@@ -13,10 +13,11 @@ import rematplan
 from rematplan.ir import ModelError
 from rematplan.module.captures import capture_call
 from rematplan.runtime.capture.patches.kernel_writes import written_parameters
-from rematplan.runtime.capture.patches.writing_calls import python_function
+from rematplan.runtime.capture.patches.recorded_writes import python_function
 
 triton = pytest.importorskip("triton", reason="PyTorch has Triton on Linux only")
 tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton.tools.tensor_descriptor")
 ROWS, WIDTH = 8, 32
 
 
@@ -131,7 +132,8 @@ class Turned(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, a: Tensor) -> Tensor:
         c = a.view(2, -1, WIDTH).transpose(0, 1).contiguous()
-        doubled[(2 * len(c),)](c, c, WIDTH, width=WIDTH)  # type: ignore[index]
+        rows = 2 * len(c) * WIDTH
+        doubled[lambda given: (rows // given["width"],)](c, c, WIDTH, width=WIDTH)  # type: ignore[index]
         return c.transpose(0, 1).reshape(-1, WIDTH)
 
     @staticmethod
@@ -209,6 +211,17 @@ def test_a_kernel_that_writes_into_a_part_of_another_argument_is_refused() -> No
 
     with pytest.raises(ModelError, match="doubled writes into a tensor of which another argument is a part"):
         rematplan.plan_module(Blocks(overlapping), (torch.randn(8, WIDTH),), budget="min")
+
+
+def test_tensors_in_objects_are_refused() -> None:
+    def described_by_the_host(a: Tensor, b: Tensor) -> Tensor:
+        c = torch.empty_like(a)
+        target = triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(c, [1, WIDTH])
+        doubled[(len(a),)](a.detach(), target, a.stride(0), width=WIDTH)  # type: ignore[index]
+        return c * b
+
+    with pytest.raises(ModelError, match="doubled gets a tensor inside of a TensorDescriptor"):
+        rematplan.plan_module(Blocks(described_by_the_host), (torch.randn(8, WIDTH),), budget="min")
 
 
 def test_every_size_gets_a_plan() -> None:

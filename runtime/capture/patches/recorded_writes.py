@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from threading import get_ident
 from typing import Any
 from unittest.mock import patch
@@ -83,7 +84,7 @@ def _launching(own: Callable[..., Any]) -> Callable[..., Any]:
         launch = own(kernel, grid)
 
         def launched(*args: Any, **kwargs: Any) -> Any:
-            traced = any(isinstance(leaf, FunctionalTensor) for leaf in (*args, *kwargs.values()))
+            traced = any(isinstance(leaf, FunctionalTensor) for leaf in pytree.tree_leaves((args, kwargs)))
             if get_ident() != thread or not traced:
                 return launch(*args, **kwargs)
             function = python_function(kernel)
@@ -91,8 +92,9 @@ def _launching(own: Callable[..., Any]) -> Callable[..., Any]:
             names = list(kernel.arg_names)
             changed = names if function is None else written_parameters(function)
             at = grid
-            if callable(grid) and hasattr(kernel, "params"):  # no autotuner, which passes more arguments
-                at = tuple(grid(dict(zip(names, args, strict=False)) | kwargs))
+            if callable(grid) and kernel.fn is function:  # no autotuner, which passes more arguments
+                defaults = {name: one.default for name, one in signature(function).parameters.items()}
+                at = tuple(grid({**defaults, **dict(zip(names, args, strict=False)), **kwargs}))
             return _recorded(Launch(kernel, at, name), args, kwargs, names, changed)
 
         return launched
@@ -124,7 +126,7 @@ def _recorded(
     def place(value: Any, name: str) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: placed(tensor, name), value)
 
-    placed_args = tuple(place(value, name) for value, name in zip(args, names, strict=False))
+    placed_args = tuple(place(value, name) for value, name in zip(args, names[: len(args)], strict=True))
     placed_kwargs = {name: place(value, name) for name, value in kwargs.items()}
     strides = tuple(tensor.stride() for tensor in tensors)
     writer = WritingCall(function, placed_args, placed_kwargs, tuple(sorted(written)), strides)
@@ -141,9 +143,16 @@ def _recorded(
 
 
 def _check(writer: WritingCall, tensors: Sequence[torch.Tensor], given: Any) -> None:
-    """Refuse calls whose results are unknown: with open sizes, or where tensors overlap and one is written."""
+    """Refuse calls whose results are unknown: with open sizes, with tensors in objects, or where tensors overlap and
+    one is written."""
+    others = [leaf for leaf in pytree.tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+    for one in others:
+        if any(isinstance(value, torch.Tensor) for value in getattr(one, "__dict__", {}).values()):
+            raise ModelError(
+                f"{writer.name} gets a tensor inside of a {type(one).__name__}, which a plan cannot contain"
+            )
     sizes = [size for t in tensors for size in (*t.shape, *t.stride())]
-    if any(isinstance(leaf, SYMBOLIC) for leaf in (*sizes, *pytree.tree_leaves(given))):
+    if any(isinstance(leaf, SYMBOLIC) for leaf in (*sizes, *others)):
         raise NotSymbolic(f"{writer.name} writes into tensors, and takes sizes as numbers")
     for at in writer.written:
         if not isinstance(tensors[at], FunctionalTensor):
