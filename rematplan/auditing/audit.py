@@ -88,7 +88,7 @@ def audit(
         UsageError: the loss trains no parameter, or the parameters of ``plain`` are not those of the model.
         ModelError: the step does not run without its checkpointing.
     """
-    if any(isinstance(module, OptimizedModule) for module in model.modules()):
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
         raise UsageError(
             "audit the model before torch.compile: a compiled model does not run without its own plan"
         )

@@ -25,7 +25,7 @@ from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.recomputations import Watched, watched_step
 from rematplan.auditing.step_runs import Results, Step, in_float64, restored, results_of
 from rematplan.ir import ModelError, UsageError, first_line
-from rematplan.module.verification import same_bits
+from rematplan.module.verification import dense, same_bits
 from rematplan.runtime.capture.patches.autograd_functions import Kind
 
 ROUNDING = 1e-6
@@ -101,11 +101,13 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
         if found.names and not (earlier and faults):
             of_step = watched(step, earlier)[0] if earlier else seen
             faults += faults_of(step.model, found, of_step, second=bool(earlier))
-    if used != kinds:
-        names = ", ".join(kind.__name__ for kind in kinds)
+    own_backwards = {r.function.__name__ for r in seen.regions if r.function and r.function not in used}
+    if own_backwards and plain is None:
+        names = ", ".join(sorted(own_backwards))
         notes.append(
             f"{names}: not differentiated by autograd; state another implementation to compare with (plain=)"
         )
+    if used != kinds:
         faults += of_first_differences(seen) if not faults else ()
     if plain is not None:
         found, more = _against(step, plain, own)
@@ -222,7 +224,7 @@ def _against(
 
 
 def _notes_of_no_numbers(plain: Results) -> list[str]:
-    names = [n for n, t in plain.tensors.items() if _is_loss_or_gradient(n) and not t.isfinite().all()]
+    names = [n for n, t in plain.tensors.items() if _is_loss_or_gradient(n) and not dense(t).isfinite().all()]
     if not names:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from rematplan.auditing.first_difference import (
+    CAUSES,
+    ON_HOST,
+    OWN_GENERATOR,
     ROUNDING,
     FirstDifference,
     cause_of,
     chooses_others,
+    draws_on_the_host,
     first_difference,
+    left_to_stop_early,
 )
+from rematplan.auditing.python_state import GENERATOR_STATE
 from rematplan.auditing.recomputations import FUNCTION, REENTRANT, Region, Watched
 from rematplan.auditing.step_runs import Results
 from rematplan.ir import first_line
@@ -23,6 +29,8 @@ from rematplan.module.verification import Difference, tensor_differences
 from rematplan.runtime.guards.attributes import is_record
 
 FIRINGS = "firings gradient hook"
+FLAG_WORDS = ("full", "selective", "block", "uniform", "all")
+"""Texts that such an attribute may have instead of True."""
 FLAG = re.compile(
     r"_*(?:(?:is|use|with|do|enable)_)?(?:grad(?:ient)?_|act(?:ivation)?_)?"
     r"(?:checkpoint(?:ing)?|ckpt|cp|remat|recompute)(?:_enabled)?",
@@ -52,8 +60,8 @@ class Fault:
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
-        op = f": {self.op} differs by {self.op_error:.1e}" if self.op else ""
-        return f"{self.cause}{where}{op}"
+        size = f" differs by {self.op_error:.1e}" if self.op_error else ""
+        return f"{self.cause}{where}" + (f": {self.op}{size}" if self.op else "")
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,8 @@ def faults_of(
     draws = tuple(name for name in found.others if name.startswith("random state"))
     gradients = [d for d in found.tensors if d.name.startswith(("gradient ", "loss", "parameter "))]
     if gradients and not {d.name for d in gradients} <= hooked:
-        yield _gradients(gradients, draws, seen, second)
+        generators = [k for k, pair in found.others.items() if str(pair[1]).startswith(GENERATOR_STATE)]
+        yield _redrawn(gradients, generators, seen) or _gradients(gradients, draws, seen, second)
     elif draws:
         yield _fault(
             "the random state differs after the step",
@@ -136,7 +145,9 @@ def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
         owners = [(name, module), *((f"{name}.{k}", v) for k, v in vars(module).items() if is_record(v))]
         for path, owner in owners:
             named += [
-                f"{path}.{k}".lstrip(".") for k, v in vars(owner).items() if v is True and FLAG.fullmatch(k)
+                f"{path}.{k}".lstrip(".")
+                for k, v in vars(owner).items()
+                if FLAG.fullmatch(k) and (v is True or (isinstance(v, str) and v in FLAG_WORDS))
             ]
     if named:
         yield _fault(
@@ -209,6 +220,25 @@ def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watche
         )
     when = "the second step differs" if second else "gradients differ"
     return _fault(f"{when}; no recomputed op explains it", names, error=error, module=module)
+
+
+def _redrawn(found: Sequence[Difference], generators: Sequence[str], seen: Watched) -> Fault | None:
+    """Return the fault of a generator that draws again, for an op that saves the numbers and does not run again."""
+    if any(d.name == "loss" or d.relative == math.inf for d in found) or _first_differences(seen):
+        return None
+    on_host = [region for region in seen.recomputing if draws_on_the_host(region)]
+    if not (on_host or generators):
+        return None
+    cause = next(c for c in CAUSES if c.name == (ON_HOST if on_host else OWN_GENERATOR))
+    return Fault(
+        cause.name,
+        left_to_stop_early(on_host[0]) if on_host else generators[0].partition(" ")[2].rpartition(".")[0],
+        "",
+        max(d.relative for d in found),
+        0.0,
+        tuple(d.name for d in found),
+        cause.advice,
+    )
 
 
 def _functions(seen: Watched) -> list[str]:

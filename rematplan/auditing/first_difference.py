@@ -41,8 +41,9 @@ class Cause:
     advice: str
 
 
-def _host_draws(d: FirstDifference) -> bool:
-    states = d.region.host_states
+def draws_on_the_host(region: Region) -> bool:
+    """Return whether NumPy's or Python's numbers are drawn in a region, and others when it is recomputed."""
+    states = region.host_states
     return len(states) > 2 and states[0] != states[1] and states[0] != states[2]
 
 
@@ -58,10 +59,18 @@ def _other_module(d: FirstDifference) -> bool:
     return bool(d.again.module) and all(run.module != d.again.module for run in d.region.first)
 
 
+def _op_left_out(d: FirstDifference) -> bool:
+    again = set(map(_key, d.region.again))
+    missed = {value for run in d.region.first if _key(run) not in again for value in run.values}
+    return bool(missed & set(d.first.read) - set(d.again.read))
+
+
 def _read_changed(d: FirstDifference) -> bool:
     return any(a != b for a, b in zip(d.first.read, d.again.read, strict=False))
 
 
+OWN_GENERATOR = "a random number generator of the model's own draws again"
+ON_HOST = "NumPy's or Python's random numbers are drawn again"
 CAUSES = (
     Cause(
         "autocast is lost in the recomputation",
@@ -75,7 +84,7 @@ CAUSES = (
         "leave out preserve_rng_state=False; a hand-made Function must save the random state and set it again",
     ),
     Cause(
-        "a random number generator of the model's own draws again",
+        OWN_GENERATOR,
         lambda d: d.again.draws == "own",
         "torch.utils.checkpoint restores PyTorch's global generators only: draw outside of the checkpoint, and pass "
         "the numbers in",
@@ -86,8 +95,8 @@ CAUSES = (
         "run the function again in the mode of the forward: do not call eval() in a backward",
     ),
     Cause(
-        "NumPy's or Python's random numbers are drawn again",
-        _host_draws,
+        ON_HOST,
+        lambda d: draws_on_the_host(d.region),
         "torch.utils.checkpoint does not restore these generators: draw with torch, or outside of the checkpoint",
     ),
     Cause(
@@ -95,6 +104,11 @@ CAUSES = (
         _other_module,
         "a function defined in a loop must bind the loop's variable: lambda x, block=block: block(x); layers must not "
         "be skipped by chance",
+    ),
+    Cause(
+        "the recomputation leaves out an op whose result the forward reads",
+        _op_left_out,
+        "compute in the backward what the forward computes, every op of it",
     ),
     Cause(
         "the recomputation reads another tensor than the forward",
@@ -132,22 +146,32 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
 
     Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers.
     """
-    rounding = other = None
+    cast = rounding = other = None
     for first, again in _pairs(region):
+        found = FirstDifference(region, first, again)
         if first.autocast != again.autocast:
-            return FirstDifference(region, first, again)
-        if _key(first) != _key(again):
-            found = FirstDifference(region, first, again)
-            if _other_module(found) or _host_draws(found):
+            if _key(first) == _key(again) and first.values != again.values:
+                return found
+            cast = cast or found
+        elif cast:
+            continue
+        elif _key(first) != _key(again):
+            if _other_module(found) or draws_on_the_host(region):
                 return found
             # PyTorch computes some functions in other ways without gradients.
             other = other or found
         elif first.values != again.values:
-            found = FirstDifference(region, first, again)
             if not 0 < found.error < ROUNDING:
                 return found
             rounding = rounding or found
-    return rounding or (other if other_ops else None)
+    return cast or rounding or (other if other_ops else None)
+
+
+def left_to_stop_early(region: Region) -> str:
+    """Return the module of the op at which a recomputation stops; that of the last op if it runs to the end."""
+    ran = [first for first, _ in _pairs(region)]
+    at = next((i for i, run in enumerate(region.first) if ran and run is ran[-1]), -1)
+    return region.first[min(at + 1, len(region.first) - 1)].module if region.first else region.module
 
 
 def chooses_others(region: Region) -> str:

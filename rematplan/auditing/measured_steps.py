@@ -83,4 +83,16 @@ def _held_bytes(step: Step) -> int:
     """Return the bytes of parameters, buffers and inputs; each storage counts once."""
     inputs = [t for t in (*step.args, *step.kwargs.values()) if isinstance(t, torch.Tensor)]
     tensors = [*step.model.parameters(), *step.model.buffers(), *inputs]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = [part.untyped_storage() for t in tensors for part in _strided_parts(t)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _strided_parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a tensor, or what a sparse one stores."""
+    if t.layout == torch.strided:
+        return (t,)
+    if t.layout == torch.sparse_coo:
+        return t._indices(), t._values()
+    by_rows = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    offsets, places = (t.crow_indices, t.col_indices) if by_rows else (t.ccol_indices, t.row_indices)
+    return offsets(), places(), t.values()

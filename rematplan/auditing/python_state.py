@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,6 +45,10 @@ GENERATORS: Mapping[type, Random] = {
     np.random.RandomState: Random(lambda g: g.get_state(), lambda g, s: g.set_state(s)),
     random.Random: Random(lambda g: g.getstate(), lambda g, s: g.setstate(s)),
 }
+
+
+GENERATOR_STATE = "random state"
+"""How what stands for the state of a generator begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +104,52 @@ def holders_of(model: nn.Module) -> list[Holder]:
 
 def title(function: Any) -> str:
     """Return the name of a function or of the class of another object, without the functions around it."""
+    while isinstance(function, partial):
+        function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return str(name).rpartition("<locals>.")[2]
 
 
 def _attributes(name: str, owner: Any) -> Holder:
-    def write(values: dict[str, Any]) -> None:
-        vars(owner).clear()
-        vars(owner).update(values)
+    slots = [] if isinstance(owner, nn.Module) else copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
 
-    return Holder(name, lambda: dict(vars(owner)), write)
+    def read() -> dict[str, Any]:
+        return {k: getattr(owner, k) for k in slots if hasattr(owner, k)} | getattr(owner, "__dict__", {})
+
+    def write(values: dict[str, Any]) -> None:
+        for k in slots:
+            if k in values:
+                setattr(owner, k, values[k])
+            elif hasattr(owner, k):
+                delattr(owner, k)
+        if hasattr(owner, "__dict__"):
+            vars(owner).clear()
+            vars(owner).update({k: v for k, v in values.items() if k not in slots})
+
+    return Holder(name, read, write)
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object with attributes that a step may change."""
+    if isinstance(value, (nn.Module, torch.Tensor, type, ModuleType)):
+        return False
+    return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
 
 
 def _of_hook(hook: Any, name: str) -> Iterator[tuple[int, Holder]]:
-    """Yield what holds the state of a hook: the object that it is or is bound to, or variables outside of its code."""
+    """Yield what holds the state of a hook: the object that it is or is bound to, arguments that it is given by
+    `functools.partial`, or variables outside of its code."""
+    if isinstance(hook, partial):
+        given = {**{str(i): a for i, a in enumerate(hook.args)}, **hook.keywords}
+        yield id(hook), Holder(name, lambda: dict(given), lambda _: None)
+        for key, value in given.items():
+            if _is_object(value):
+                yield id(value), _attributes(f"{name}.{key}", value)
+        yield from _of_hook(hook.func, name)
+        return
     function = getattr(hook, "__func__", hook)
     owner = getattr(hook, "__self__", None if function is hook and hasattr(hook, "__code__") else hook)
-    if owner is not None and not isinstance(owner, nn.Module) and hasattr(owner, "__dict__"):
+    if owner is not None and _is_object(owner):
         yield id(owner), _attributes(name, owner)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -170,7 +207,7 @@ def _copy(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     if type(leaf) in GENERATORS:
-        return repr(GENERATORS[type(leaf)].read(leaf))
+        return f"{GENERATOR_STATE} {zlib.crc32(repr(GENERATORS[type(leaf)].read(leaf)).encode()):08x}"
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iufb":
         return torch.from_numpy(leaf.copy())
     return repr(leaf)

@@ -125,15 +125,22 @@ def tensor_differences(
 
 
 def _wide(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64; of complex numbers, their two parts."""
+    """Return a tensor in float64, dense; of complex numbers, their two parts."""
+    t = dense(t)
     return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
 
 
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, a sparse one with all its zeros."""
+    return t if t.layout == torch.strided else t.to_dense()
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits. NaNs with the same bits count as equal; 0 and −0
-    differ."""
-    if a.dtype != b.dtype or a.shape != b.shape:
+    """Return whether two tensors have the same dtype, shape, layout and bits; sparse ones are compared dense. NaNs with
+    the same bits count as equal; 0 and −0 differ."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
         return False
+    a, b = dense(a), dense(b)
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.is_floating_point():

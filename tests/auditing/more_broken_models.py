@@ -1,11 +1,14 @@
 """More models with wrong checkpointing, most of them with hand-made Functions."""
 
 from collections import deque
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from broken_models import WIDTH, Block, Checkpointed, Pair, batch
 from torch import nn
+from torch.distributed._composable import checkpoint as composable
 
 
 class Again(torch.autograd.Function):
@@ -139,3 +142,84 @@ def imaginary_part_of_a_gradient() -> Pair:
             return Turned.apply(x, self.weight)
 
     return Weighted(), (batch(),)
+
+
+class Masked(nn.Module):
+    """Multiplies by a mask of NumPy's last; the mask is saved, and the product does not run again."""
+
+    def __init__(self, own: np.random.Generator | None = None) -> None:
+        super().__init__()
+        self.last, self.own = nn.Linear(WIDTH, WIDTH), own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = self.own.random(x.shape) if self.own else np.random.rand(*x.shape)
+        return self.last(x) * torch.from_numpy(drawn.astype("f4"))
+
+
+def mask_of_numpy() -> Pair:
+    return Checkpointed(Masked()), (batch(),)
+
+
+def mask_of_a_generator() -> Pair:
+    return Checkpointed(Masked(np.random.default_rng(1))), (batch(),)
+
+
+class InSlots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_args: Any) -> None:
+        self.calls += 1
+
+
+def hook_with_slots() -> Pair:
+    model = Checkpointed(Block())
+    model.blocks[0].first.register_forward_hook(InSlots())
+    return model, (batch(),)
+
+
+def hook_with_given_arguments() -> Pair:
+    def count(calls: dict[str, int], *_args: Any) -> None:
+        calls["all"] += 1
+
+    model = Checkpointed(Block())
+    model.blocks[0].first.register_forward_hook(partial(count, {"all": 0}))
+    return model, (batch(),)
+
+
+class WithoutEps(torch.autograd.Function):
+    """A norm whose backward forgets a summand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * (x.square().mean(-1, keepdim=True) + 0.1).rsqrt()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = x * x.square().mean(-1, keepdim=True).rsqrt()
+        return torch.autograd.grad(y, x, gradients)[0]
+
+
+def op_left_out() -> Pair:
+    class Norm(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return WithoutEps.apply(x)
+
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm()), (batch(),)
+
+
+def composable_dropout() -> Pair:
+    model = Checkpointed(Block(nn.Dropout(0.5)), run=lambda block, x: block(x))
+    composable(model.blocks[0], preserve_rng_state=False)
+    return model, (batch(),)
+
+
+def flag_in_words() -> Pair:
+    model = Block()
+    model.activation_checkpointing = "full"
+    return model, (batch(),)

@@ -221,6 +221,23 @@ def counter_outside_of_the_checkpoint() -> Pair:
     return model, (batch(),)
 
 
+def sparse_matrix(layout: torch.layout) -> Pair:
+    def forward(parts: Parts, x: torch.Tensor) -> Any:
+        return saved(lambda y: parts.matrix @ parts.body(y), x)
+
+    model = Built(forward, body=linear())
+    model.parts.register_buffer("matrix", torch.eye(6).to_sparse(layout=layout), persistent=False)
+    return model, (batch(),)
+
+
+def composable() -> Pair:
+    from torch.distributed._composable import checkpoint
+
+    model = Checkpointed(Block(nn.Dropout(0.5)), run=lambda block, x: block(x))
+    checkpoint(model.blocks[0])
+    return model, (batch(),)
+
+
 MODELS: dict[str, Callable[[], Pair]] = {
     "group norm": lambda: (
         one(nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.InstanceNorm2d(4)), nn.Conv2d(3, 4, 3)),
@@ -246,6 +263,9 @@ MODELS: dict[str, Callable[[], Pair]] = {
         one(Block(nn.LayerNorm(WIDTH)), nn.Embedding(11, WIDTH, padding_idx=0)),
         (torch.arange(6),),
     ),
+    "sparse gradients": (lambda: (one(Block(), nn.Embedding(11, WIDTH, sparse=True)), (torch.arange(6),))),
+    "sparse matrix": lambda: sparse_matrix(torch.sparse_coo),
+    "sparse rows": lambda: sparse_matrix(torch.sparse_csr),
     "embedding bag": lambda: (one(Block(), nn.EmbeddingBag(11, WIDTH)), (torch.arange(12).view(6, 2) % 11,)),
     "dense experts": lambda: experts(False),
     "sparse experts": lambda: experts(True),
@@ -269,6 +289,7 @@ MODELS: dict[str, Callable[[], Pair]] = {
             levels_with_skips,
             gradient_penalty,
             counter_outside_of_the_checkpoint,
+            composable,
         )
     },
 }

@@ -202,6 +202,34 @@ TABLE = {
         more.other_function_in_the_recomputation,
         Expected("the backward of Doubling is not", "", "", "gradient stem.weight"),
     ),
+    "mask of numpy": (
+        more.mask_of_numpy,
+        Expected("NumPy's or Python's", "blocks.0", "", "gradient stem.weight"),
+    ),
+    "mask of a generator": (
+        more.mask_of_a_generator,
+        Expected("of the model's own", "blocks.0", "", "gradient stem.weight"),
+    ),
+    "hook with slots": (
+        more.hook_with_slots,
+        Expected("calls is 2 instead of 1", "blocks.0.first", "", "attribute hook InSlots"),
+    ),
+    "hook with given arguments": (
+        more.hook_with_given_arguments,
+        Expected("['all'] is 2 instead of 1", "blocks.0.first", "", "attribute hook count"),
+    ),
+    "op left out": (
+        more.op_left_out,
+        Expected("leaves out an op", "1", "rsqrt", "gradient 0.weight"),
+    ),
+    "composable": (
+        more.composable_dropout,
+        Expected(DRAWN, "blocks.0.middle", "bernoulli_", "gradient stem.weight"),
+    ),
+    "flag in words": (
+        more.flag_in_words,
+        Expected("a flag for checkpointing has no effect", "", "", "activation_checkpointing"),
+    ),
     "flag": (
         broken.flag_without_effect,
         Expected("a flag for checkpointing has no effect", "layers.0", "", "layers.0.gradient_checkpointing"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from rematplan import audit
+from rematplan.ir import UsageError
 
 WIDTH = broken.WIDTH
 
@@ -324,6 +325,18 @@ def test_rounding_is_a_note() -> None:
 
 def test_what_is_not_repeatable_is_a_note() -> None:
     assert audit(*not_repeatable(), plan=False).notes[0].startswith("two plain runs differ: loss")
+
+
+def test_a_backward_that_is_not_checked_is_a_note() -> None:
+    found = audit(*MODELS["straight_through"](), plan=False)
+    assert found.notes[-1].startswith("Round: not differentiated by autograd; state another implementation")
+
+
+def test_a_compiled_layer_is_refused() -> None:
+    model, args = plain_blocks(False)
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(UsageError, match=r"before torch\.compile"):
+        audit(model, args)
 
 
 def test_a_loss_that_is_no_number_is_a_note() -> None:

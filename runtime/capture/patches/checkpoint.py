@@ -3,8 +3,9 @@ decides which ops are recomputed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,9 @@ from unittest.mock import patch
 import torch.utils.checkpoint as checkpoints
 
 from rematplan.runtime.graph.compat import CHECKPOINT_GENERATOR
+
+BY_NAME = ("torch.distributed._composable.checkpoint_activation",)
+"""Modules of PyTorch that import the generator by its name."""
 
 EachRun = Callable[[], AbstractContextManager[None]]
 
@@ -72,8 +76,9 @@ def _replaced(reentrant: Callable[..., Any], around: Callable[..., Any]) -> Iter
     def generator(*args: Any, **kwargs: Any) -> Any:
         return around(without, *args, **kwargs) if get_ident() == thread else without(*args, **kwargs)
 
-    with (
-        patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)),
-        patch.object(checkpoints, CHECKPOINT_GENERATOR, generator),
-    ):
+    loaded = (sys.modules[name] for name in BY_NAME if name in sys.modules)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)))
+        for owner in (checkpoints, *(m for m in loaded if hasattr(m, CHECKPOINT_GENERATOR))):
+            stack.enter_context(patch.object(owner, CHECKPOINT_GENERATOR, generator))
         yield
