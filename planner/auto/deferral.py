@@ -1,11 +1,12 @@
-"""Outputs to compute last, again: gradients that cannot stay while heavier ops run.
+"""Passes over a step: gradients that cannot stay while heavier ops run are computed in a later pass.
 
-What they are computed by runs at first for what else depends on it, and again once all other outputs are there.
+What they are computed by runs in the first pass for what else depends on it, and again in theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,30 +15,58 @@ from rematplan.ir import Op
 
 Ints = NDArray[np.int64]
 
+MOST_PASSES = 4
+GROUPS = 48
+"""Outputs are split between passes only at so many places, with about as many bytes between them."""
 
-def deferred_outputs(
+
+class Passes(NamedTuple):
+    """Outputs by pass, the last made in the first."""
+
+    peak: int
+    """Bytes, without inputs, that are needed if the backward's results stay and the forward's do not."""
+    outputs: tuple[tuple[int, ...], ...]
+
+
+def passes_of(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
-) -> tuple[set[int], int]:
-    """Return which outputs, of those that are made first, are better computed last, and the bytes, without inputs, that
-    are needed if none is.
+) -> list[Passes]:
+    """Return the passes of least peak, for each number of passes from 1 on while more lower the peak.
 
-    Tensors are numbers in the order in which they are written. What the backward makes for later ops counts as held;
-    nothing of the forward does.
+    Tensors are numbers in the order in which they are written.
     """
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
-    grown = np.cumsum([0, *(sizes[k] for k in outputs)])
+    grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)
     places = [maker[k] for k in outputs]
     before = grown[np.searchsorted(np.array(places, np.int64), np.arange(len(ops)))]
-    total, plain = int(grown[-1]), int((held + before).max(initial=0))
-    until = np.maximum.accumulate(held + before)  # the largest sum so far
-    least, late = plain, 0
-    for count, (bytes_, last) in enumerate(zip(grown[1:].tolist(), places, strict=True), start=1):
-        first = int((held + np.maximum(before - bytes_, 0)).max())
-        peak = max(first, int(until[last]) + total - bytes_)
-        if peak < least:
-            least, late = peak, count
-    return set(outputs[:late]), plain
+    total = int(grown[-1])
+    ends = sorted({*np.searchsorted(grown, np.linspace(0, total, GROUPS + 1)).tolist(), 0, len(outputs)})
+
+    def peak(first: int, end: int) -> int:
+        """Return the peak of a pass for the outputs from ``first`` to ``end``, with all later ones there."""
+        until = len(ops) if end == len(outputs) else places[end - 1] + 1
+        mine = np.clip(before[:until], grown[first], grown[end]) - grown[first]
+        return int((held[:until] + mine).max(initial=0)) + total - int(grown[end])
+
+    rows = {end: [(peak(first, end), first) for first in ends if first < end] for end in ends[1:]}
+    # By number of outputs: the least peak of passes for them, and where each of these ends.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    found: list[Passes] = []
+    for _ in range(MOST_PASSES):
+        best = {
+            end: min(
+                (max(own, best[first][0]), (*best[first][1], end)) for own, first in row if first in best
+            )
+            for end, row in rows.items()
+            if any(first in best for _, first in row)
+        }
+        if len(outputs) not in best or (found and best[len(outputs)][0] >= found[-1].peak):
+            break
+        least, stops = best[len(outputs)]
+        pairs = list(zip((0, *stops), stops, strict=False))
+        found.append(Passes(least, tuple(tuple(outputs[a:b]) for a, b in reversed(pairs))))
+    return found or [Passes(int(held.max(initial=0)), (tuple(outputs),))]
 
 
 def _working_sets(

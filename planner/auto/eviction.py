@@ -108,7 +108,9 @@ def plan_by_eviction(
 
 
 def _tables(graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool) -> EvictionTables:
-    """Return the tables for a policy. Outputs are deferred only below the bytes that are needed otherwise."""
+    """Return the tables for a policy. With deferred outputs, there are as many passes as it takes to fit."""
     plain = tables_of(graph)
-    deferred = policy.deferred and budget < plain.plain_peak and not keep_order
-    return tables_of(graph, deferred=True) if deferred else plain
+    fewest = next((k for k, peak in enumerate(plain.peaks) if peak <= budget), len(plain.peaks) - 1)
+    if not policy.passes or keep_order or not fewest:
+        return plain
+    return tables_of(graph, min(fewest + policy.passes, len(plain.peaks)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import needed_ops
-from rematplan.planner.auto.deferral import deferred_outputs
+from rematplan.planner.auto.deferral import passes_of
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.effort import Effort
 
@@ -24,6 +24,7 @@ RUNS = 8
 """A simulation fails if it executes more than this many runs per op of the problem, plus 1000."""
 ANCESTORS = 60
 """The estimated cost of recomputing a tensor includes at most this many evicted tensors, itself included."""
+UNHELD = 2**60
 TINY = 1e-3
 """A tensor is not evicted if its size is at most this share of the budget minus the inputs."""
 
@@ -46,8 +47,9 @@ class Policy:
     """Whether results of the backward half may be evicted."""
     last_first: bool
     """Whether the last missing tensor is recomputed first."""
-    deferred: bool
-    """Whether some outputs may be evicted and computed again after all others (`deferral`)."""
+    passes: int
+    """Whether outputs may be evicted and computed again in a later pass (`deferral`): 0 if not, 1 for as few passes as
+    may fit, 2 for one more."""
 
 
 def random_policy(source: random.Random) -> Policy:
@@ -62,7 +64,7 @@ def random_policy(source: random.Random) -> Policy:
         noise=source.choice((0.0, 0.1, 0.5, 1.0)),
         backward=source.random() < 0.15,
         last_first=source.random() < 0.2,
-        deferred=source.random() < 0.5,
+        passes=source.choice((0, 0, 1, 2)),
     )
 
 
@@ -84,30 +86,31 @@ class EvictionTables:
     once: tuple[bool, ...]
     """By op: whether it must not run again."""
     held: tuple[int, ...]
-    """By tensor: the place from which on it is not evicted: 0 for results of such ops and for most outputs."""
-    second: int
-    """The place at which the ops for deferred outputs begin."""
+    """By tensor: the place from which on it is not evicted: 0 for results of such ops, for outputs where their pass
+    begins."""
     input_bytes: int
     """Of all inputs together."""
-    plain_peak: int
-    """The bytes needed if results of the backward are neither evicted nor deferred."""
+    peaks: tuple[int, ...]
+    """The bytes needed with 1, 2, ... passes if results of the backward are not evicted in their pass."""
     places: tuple[int, ...]
-    """The ops to run, in order: what outputs need that are not deferred, then what deferred ones need."""
+    """The ops to run, in order: in each pass what its outputs need."""
+    starts: tuple[int, ...]
+    """The places at which passes begin, and the end."""
     uses: tuple[tuple[int, ...], ...]
     """By tensor: the places of its readers, ascending, and the end for outputs. What may not be recomputed is also
     used with what is computed from it.
     """
 
 
-def tables_of(graph: TrainingGraph, deferred: bool = False) -> EvictionTables:
+def tables_of(graph: TrainingGraph, passes: int = 1) -> EvictionTables:
     """Return the planning problem as tables for the simulation of eviction, computed once per graph object.
 
-    ``deferred``: as in `Policy`.
+    ``passes``: at most as many as `EvictionTables.peaks`.
     """
-    return cached_on(graph, f"eviction, {deferred}", lambda: _build(graph, deferred))
+    return cached_on(graph, f"eviction, {passes}", lambda: _build(graph, passes))
 
 
-def _build(graph: TrainingGraph, deferred: bool) -> EvictionTables:
+def _build(graph: TrainingGraph, passes: int) -> EvictionTables:
     """Return the tables of a problem. An op that may run only once counts its results as used until what the forward
     computes from them is used last."""
     ops, inputs, once = needed_ops(graph), set(graph.inputs), set(graph.never_rerun)
@@ -118,11 +121,19 @@ def _build(graph: TrainingGraph, deferred: bool) -> EvictionTables:
     reads = tuple(tuple(number[t] for t in op.reads if t not in inputs) for op in ops)
     made = [k for k, t in enumerate(written) if t in outputs]
     sizes = [graph.size[t] for t in written]
-    late, plain_peak = deferred_outputs(ops, reads, sizes, made)
-    late = late if deferred else set()
-    fixed = [o for o, op in enumerate(ops) if not op.writes or op.name in graph.ordered]
-    first = _needed(reads, maker, {*fixed, *(maker[k] for k in made if k not in late)})
-    places = (*first, *_needed(reads, maker, {maker[k] for k in late}))
+    found = passes_of(ops, reads, sizes, made)
+    fixed = {o for o, op in enumerate(ops) if not op.writes or op.name in graph.ordered}
+    places, starts, held = (
+        list[int](),
+        [0],
+        [0 if op.name in once else UNHELD for op in ops for _ in op.writes],
+    )
+    for row in found[passes - 1].outputs:
+        for k in row:
+            held[k] = starts[-1]
+        places += _needed(reads, maker, fixed | {maker[k] for k in row})
+        fixed = set()
+        starts.append(len(places))
     uses: list[list[int]] = [[] for _ in written]
     for place, o in enumerate(places):
         for k in reads[o]:
@@ -148,14 +159,11 @@ def _build(graph: TrainingGraph, deferred: bool) -> EvictionTables:
         producer=tuple(maker),
         backward=tuple(ops[o].phase == "backward" for o in maker),
         once=tuple(op.name in once for op in ops),
-        held=tuple(
-            len(first) if k in late else 0 if t in outputs or ops[o].name in once else len(places)
-            for k, (t, o) in enumerate(zip(written, maker, strict=True))
-        ),
-        second=len(first) if late else 0,
+        held=tuple(held),
         input_bytes=graph.input_bytes,
-        plain_peak=graph.input_bytes + plain_peak,
-        places=places,
+        peaks=tuple(graph.input_bytes + one.peak for one in found),
+        places=tuple(places),
+        starts=tuple(starts),
         uses=tuple(map(tuple, uses)),
     )
 
@@ -186,7 +194,7 @@ class Simulation:
         self.tiny = TINY * self.left
         self.uses = tables.uses
         self.most = RUNS * len(tables.names) + 1000
-        self.now = 0
+        self.now, self.passed = 0, 0
         self.costs: dict[int, float] = {}  # estimates of this place
         self.spent: set[int] = set()  # ops that may run only once, and did
         self.runs: list[int] = []
@@ -203,6 +211,7 @@ class Simulation:
         """Run an op, unless what is used of it is resident, after recomputing what it reads and what is missing for
         that. Return whether that succeeded."""
         self.costs.clear()
+        self.passed += place == self.tables.starts[self.passed + 1]
         self.now, reads, producer = place, self.tables.reads, self.tables.producer
         used = [t for t in self.tables.writes[op] if self._next_use(t) >= 0]
         if used and all(t in self.resident for t in used):
@@ -306,10 +315,9 @@ class Simulation:
         return self.policy.backward or not known.backward[tensor] or self._returns(tensor)
 
     def _returns(self, tensor: int) -> bool:
-        """Return whether a result of the backward is next used when the ops for deferred outputs run."""
-        known = self.tables
-        later = known.backward[tensor] and tensor not in self.wanted
-        return later and self.now < known.second <= self._next_use(tensor)
+        """Return whether a result of the backward is next used in a later pass."""
+        later = self.tables.backward[tensor] and tensor not in self.wanted
+        return later and self._next_use(tensor) >= self.tables.starts[self.passed + 1]
 
     def _score(self, tensor: int) -> float:
         """Return the logarithm of a tensor's score, by the eviction policy. Tensors with larger scores are evicted

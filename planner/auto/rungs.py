@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import RUNGS
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
 from rematplan.planner.ilp.exhaustive import exhaustive
+
+TRIES, EVICTION = 16, 0.4
+"""The most simulations of eviction for one peak, and the share of its effort that they may take."""
 
 
 def rungs_above(
@@ -29,19 +33,29 @@ def rungs_above(
     Ctrl-C ends the search and is recorded in ``effort.interrupted``.
     """
     smallest, found = min(known, key=by_peak).peak, list[Plan]()
-    shares = [share for share in RUNGS if share >= least]
-    for k, share in enumerate(shares):
-        budget = int(share * smallest)
+    budgets, costly = [int(share * smallest) for share in RUNGS if share >= least], list[int]()
+    for budget in budgets:
+        if any(plan.peak <= budget and _is_free(plan.estimate.overhead) for plan in known):
+            continue
+        exact = None if keep_order else exhaustive(graph, budget)
+        if exact is None:
+            costly.append(budget)
+        else:
+            found.append(plan_from_runs(graph, exact.runs, "exhaustive"))
+    tries = effort.part(EVICTION * effort.left)
+    for k, budget in enumerate(reversed(costly)):
+        part = tries.part(tries.left / (len(costly) - k))
+        evicted = plan_by_eviction(graph, budget, part, tries=TRIES, seed=seed, keep_order=keep_order)
+        if evicted is None:
+            break
+        found.append(evicted)
+    for k, budget in enumerate(costly):
         every = (*known, *found)
         fitting = min((plan for plan in every if plan.peak <= budget), key=by_cost)
         if _is_free(fitting.estimate.overhead):
             continue
-        exact = None if keep_order else exhaustive(graph, budget)
-        if exact is not None:
-            found.append(plan_from_runs(graph, exact.runs, "exhaustive"))
-            continue
         above = min((plan for plan in every if plan.peak > budget), key=by_peak, default=None)
-        part = effort.part(effort.left / (len(shares) - k))
+        part = effort.part(effort.left / (len(costly) - k))
         search = Search(graph, budget, seed, keep_order, _is_free)
         try:
             search.run(_runs([fitting, above]), part)

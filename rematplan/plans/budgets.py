@@ -15,7 +15,7 @@ from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
-from rematplan.planner.core.plan import Plan, by_peak
+from rematplan.planner.core.plan import Plan, by_cost, by_peak
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
@@ -232,10 +232,11 @@ def _plan_or_lower(
                 )
                 least = min(least, near, key=by_peak)
         if least.peak <= budget:
+            fitting = min((plan for plan in (least, *stored) if plan.peak <= budget), key=by_cost)
             try:
-                return strategy.plan(graph, budget, progress, (least, *starts))
+                return strategy.plan(graph, budget, progress, (fitting, *starts))
             except InfeasibleBudget:  # the plan fits nevertheless
-                return replace(least, budget=budget)
+                return replace(fitting, budget=budget)
         if least.peak < error.smallest:
             raise error.changed(smallest=least.peak, plan=least) from None
         raise
