@@ -103,7 +103,7 @@ def page(subject: Subject) -> str:
     said = (
         f"peak {show_bytes(plan.estimate.peak)} ({plan.estimate.peak} bytes), without recomputation "
         f"{show_bytes(base.estimate.peak)}; {_budget(plan)}; overhead {show_overhead(plan)}; "
-        f"{plan.estimate.reruns} ops recomputed; {plan.strategy}, {plan.status}"
+        f"{_ops(plan.estimate.reruns)} recomputed; {plan.strategy}, {plan.status}"
     )
     parts = [
         f"<h1>{_text(graph.name)}</h1><p>{_text(said)}</p>",
@@ -350,7 +350,11 @@ def _tree(branch: Branch) -> Iterator[str]:
 
 def _figures(branch: Branch, times: int) -> str:
     each, all_ = (" each", " together") if times > 1 else ("", "")
-    return f"{branch.runs} ops, {show_bytes(branch.bytes)}{each}; {show_seconds(branch.cost / 1e6)}{all_}"
+    return f"{_ops(branch.runs)}, {show_bytes(branch.bytes)}{each}; {show_seconds(branch.cost / 1e6)}{all_}"
+
+
+def _ops(number: int) -> str:
+    return f"{number} op{'' if number == 1 else 's'}"
 
 
 def _held(subject: Subject, found: Replay) -> str:

@@ -107,7 +107,7 @@ def test_the_page_is_whole_and_safe(graph: TrainingGraph, plan: Plan, modules: d
     assert "alert(1)" in body
     assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=[\"']?(?!data:|[\"'])", text)
     assert f"({plan.estimate.peak} bytes)" in body
-    assert "0 … 1 ×2" in body
+    assert '0 … 1 ×2 <span class="f">1 op, 1.00 MiB each' in body
     assert body.count('class="plot"') == 3
     assert "prefers-color-scheme: dark" in text
 
