@@ -15,6 +15,7 @@ from rematplan.auditing.step_runs import Step, restored
 from rematplan.plan_any_module import plan_module
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.runtime.costs.measure import peak_above_entry, release_libraries, wall_seconds
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
 ROUNDS = 3
 """The number of timed steps, after an untimed one; the fastest counts."""
@@ -81,18 +82,6 @@ class _LossOf(nn.Module):
 
 def _held_bytes(step: Step) -> int:
     """Return the bytes of parameters, buffers and inputs; each storage counts once."""
-    inputs = [t for t in (*step.args, *step.kwargs.values()) if isinstance(t, torch.Tensor)]
-    tensors = [*step.model.parameters(), *step.model.buffers(), *inputs]
-    storages = [part.untyped_storage() for t in tensors for part in _strided_parts(t)]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *step.args, *step.kwargs.values()]
+    storages = [t.untyped_storage() for t in plain_tensors(tensors)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _strided_parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a tensor, or what a sparse one stores."""
-    if t.layout == torch.strided:
-        return (t,)
-    if t.layout == torch.sparse_coo:
-        return t._indices(), t._values()
-    by_rows = t.layout in (torch.sparse_csr, torch.sparse_bsr)
-    offsets, places = (t.crow_indices, t.col_indices) if by_rows else (t.ccol_indices, t.row_indices)
-    return offsets(), places(), t.values()

@@ -24,6 +24,8 @@ from rematplan.runtime.guards.attributes import is_record
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has for PyTorch's own use."""
+SHARDING = ("torch.distributed.", "torch.nn.parallel.")
+"""How the names of files begin whose modules keep books of what other processes do."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of modules and of parameters that have their hooks, by number."""
@@ -91,7 +93,8 @@ def holders_of(model: nn.Module) -> list[Holder]:
     """Return what holds state: modules, records in their attributes, and hooks."""
     found: dict[int, Holder] = {}
     for name, module in model.named_modules():
-        found.setdefault(id(module), _attributes(name, module))
+        if not type(module).__module__.startswith(SHARDING):
+            found.setdefault(id(module), _attributes(name, module))
         for key, value in vars(module).items():
             if is_record(value):
                 found.setdefault(id(value), _attributes(f"{name}.{key}".lstrip("."), value))
@@ -129,9 +132,14 @@ def _attributes(name: str, owner: Any) -> Holder:
     return Holder(name, read, write)
 
 
+def _is_pytorchs(value: Any) -> bool:
+    """Return whether PyTorch keeps books in an object, as those of FSDP2, which must not be set back."""
+    return type(value).__module__.startswith("torch.")
+
+
 def _is_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes that a step may change."""
-    if isinstance(value, (nn.Module, torch.Tensor, type, ModuleType)):
+    """Return whether a value is an object of the user's, with attributes that a step may change."""
+    if isinstance(value, (nn.Module, torch.Tensor, type, ModuleType)) or _is_pytorchs(value):
         return False
     return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
@@ -293,12 +294,10 @@ def _has_data(t: torch.Tensor) -> bool:
 def _value(t: torch.Tensor) -> Value:
     if not _has_data(t) or (t.dtype.is_complex and t.is_conj()):
         return t.dtype, tuple(t.shape), 0
-    flat = t.detach().contiguous().cpu().reshape(-1)
-    return (
-        t.dtype,
-        tuple(t.shape),
-        zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0,
-    )
+    flat = t.detach().contiguous().cpu()
+    # A view of NumPy's would fix the size of the storage, which FSDP2 frees by setting it to 0.
+    content = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.numel() else b""
+    return t.dtype, tuple(t.shape), zlib.crc32(content)
 
 
 def _sample(t: torch.Tensor) -> torch.Tensor:
