@@ -33,6 +33,8 @@ LIBRARIES = 2 * (32 << 20)
 the backward has a thread of its own."""
 BATCH = "batch"
 """The dimension whose size is the number of samples."""
+DEPTH = "depth"
+"""The dimension whose size is the number of layers."""
 DTYPES: Mapping[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": None}
 """The types of a training, by name. With ``bf16-mixed``, the model's own types stay, and its ops run in autocast."""
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from rematplan.fitting.question import BATCH, Question, SizedModel, optimizer_bytes
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.fitting.question import BATCH, DEPTH, Question, SizedModel, optimizer_bytes
+from rematplan.ir import InfeasibleBudget, ModelError, TrainingGraph, UsageError
 from rematplan.module.captures import capture_call
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.family.interpolated_problems import Between
+from rematplan.planner.family.repeated_layers import SHALLOW, RepeatedLayers, repeated_layers
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
 from rematplan.plans.options import PlanOptions
@@ -87,7 +90,7 @@ class SizeSearch:
     """The planning problems of a model at any size, and their plans.
 
     A size between captured ones is interpolated, if the bytes of all tensors are found to be polynomials of the size.
-    Otherwise the step is captured at it.
+    The problem of a number of equal layers is made of that of a few. Otherwise the step is captured.
     """
 
     def __init__(self, model: SizedModel, asked: Question, progress: Progress) -> None:
@@ -119,14 +122,29 @@ class SizeSearch:
         return self._captured[size]
 
     def exact(self, size: int) -> TrainingGraph:
-        """Return the problem at a size, interpolated if possible."""
+        """Return the problem at a size, interpolated or of repeated layers if possible."""
         if size not in self._captured and size not in self._exact:
+            if self.model.dimension == DEPTH and size > SHALLOW[-1] and self._layers:
+                self._exact[size] = self._repeated(self._layers, size - SHALLOW[0])
             for span in self._spans:
                 if span.sizes[0] < size < span.sizes[-1]:
                     self._exact[size] = span.problem(size)
                     break
         graph = self._exact[size] if size in self._exact else self.captured(size)
         return self._autograd[graph.fingerprint].losses_apart(graph) if self.asked.accelerator else graph
+
+    @cached_property
+    def _layers(self) -> RepeatedLayers | None:
+        """The equal layers of the model; None if they differ, or it cannot have so few."""
+        with suppress(ModelError, UsageError):
+            return repeated_layers([self.captured(depth) for depth in SHALLOW])
+        return None
+
+    def _repeated(self, layers: RepeatedLayers, more: int) -> TrainingGraph:
+        graph = layers.problem(more)
+        known = self._autograd[layers.graph.fingerprint]
+        self._autograd[graph.fingerprint] = known.repeated(lambda name: layers.copies(name, more))
+        return graph
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""

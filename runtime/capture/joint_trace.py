@@ -71,6 +71,10 @@ _BY_ADDRESS = (
     "use the layer without it"
 )
 _VARYING = "it makes nested tensors, whose sizes are not fixed; plan the submodules that do not"
+_TOO_LARGE = (
+    "its capture makes a tensor of real memory, to see which strides its kernels give it, and this machine has not so "
+    "much; state smaller sizes"
+)
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
@@ -78,6 +82,7 @@ IN_OTHER_WORDS = {
     "dynamo-optimized": _COMPILED,
     "Cannot access data pointer": _BY_ADDRESS,
     "shape_env must not be None": _VARYING,
+    "can't allocate memory": _TOO_LARGE,
 }
 """The meaning of the tracer's errors. The keys are parts of the errors' texts."""
 

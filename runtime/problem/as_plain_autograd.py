@@ -3,7 +3,7 @@ and all that a node of its graph touches until the node ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -73,6 +73,17 @@ class PlainAutograd:
         unread = {c.sequence: _only_shapes(step, c) for c in step.calls if c.target in ONLY_SHAPES}
         saved = {node[0].name: unread[node[0].sequence] for node in nodes if node[0].sequence in unread}
         return cls(losses, masks, tuple(names for names in whole if len(names) > 1), saved, sums)
+
+    def repeated(self, copies: Callable[[str], Iterable[Callable[[str], str]]]) -> PlainAutograd:
+        """Return the same for a problem in which ops and tensors have copies. ``copies``: for a name, functions that
+        rename what belongs to each copy."""
+        return PlainAutograd(
+            frozenset(f(name) for name in self.losses for f in copies(name)),
+            {f(name): size for name, size in self.masks.items() for f in copies(name)},
+            tuple(tuple(map(f, node)) for node in self.nodes for f in copies(node[0])),
+            {f(name): tuple(map(f, kept)) for name, kept in self.saved.items() for f in copies(name)},
+            {f(name): (f(old), f(new)) for name, (old, new) in self.sums.items() for f in copies(name)},
+        )
 
     def losses_apart(self, graph: TrainingGraph) -> TrainingGraph:
         """Return a problem in which each backward of a cross entropy needs a second tensor of its result's size."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ from torch import nn
 
 import rematplan
 from rematplan.cli import main
+from rematplan.cli.fit_models import sized_model
 from rematplan.cli.output import Output
 from rematplan.fitting.fit import answer
 from rematplan.fitting.lengths import read_lengths
-from rematplan.fitting.question import SizedModel, question, training
+from rematplan.fitting.question import SizedModel, WithoutData, question, training
 from rematplan.fitting.sizes import SizeSearch
-from rematplan.ir import UsageError
+from rematplan.ir import ModelError, UsageError
+from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -27,6 +30,7 @@ CPU = torch.device("cpu")
 WIDTH, CLASSES = 256, 1600
 SEARCH = rematplan.ExactDP()
 ASKED = question("40MB", None, None, "server-cpu", None, SEARCH)
+DEEP = question("40MB", "adamw", None, "h100", None, SEARCH)
 TINY = [f"--dim={n}" for n in ("batch=2", "tokens=8", "width=16", "depth=2", "vocabulary=32")]
 
 
@@ -200,6 +204,41 @@ def test_the_number_of_layers_is_a_size(capsys: pytest.CaptureFixture[str]) -> N
     assert largest["without"]["size"] <= largest["planned"]["size"] < largest["impossible"]
 
 
+def layered(width: Callable[[int], int]) -> SizedModel:
+    def stack(depth: int) -> nn.Module:
+        widths = [16, *map(width, range(depth))]
+        pairs = pairwise(widths)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Dropout()) for a, b in pairs))
+
+    def at(depth: int) -> WithoutData:
+        return training(
+            *without_data(lambda: stack(depth), lambda: [torch.randn(8, 16)]), DEEP, "cross_entropy"
+        )
+
+    return SizedModel("stack", "depth", 3, at)
+
+
+@pytest.mark.parametrize("name", ["gpt12", "bert", "stack"])
+def test_the_problem_of_equal_layers_is_the_one_that_is_captured(name: str) -> None:
+    dims = {"batch": 2, "tokens": 8, "width": 64, "vocabulary": 32}
+    made = layered(lambda _: 16) if name == "stack" else sized_model(name, "depth", dims, DEEP, None)
+    few, all_ = (SizeSearch(made, DEEP, lambda *_: None) for _ in range(2))
+    all_.captured(10)
+    for plain in (False, True):
+        found, true = (of.plain(of.problem(10)) if plain else of.problem(10) for of in (few, all_))
+        assert found.structure == true.structure
+        assert [op.cost for op in found.ops] == pytest.approx([op.cost for op in true.ops])
+        assert no_recompute(found).peak == no_recompute(true).peak
+    assert list(few._captured) == [5, 6, 7]
+    assert few.least(10) == all_.least(10)
+
+
+def test_layers_that_differ_are_captured() -> None:
+    search = SizeSearch(layered(lambda k: 16 + k), DEEP, lambda *_: None)
+    assert search.problem(9).input_bytes > search.problem(8).input_bytes
+    assert {8, 9} <= {*search._captured}
+
+
 def test_an_onnx_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "net.onnx"
     assert main(["export", "chain", "--dim", "depth=3", "-o", str(path), "--quiet"]) == 0
@@ -368,6 +407,17 @@ def test_wrong_files_of_lengths_are_refused(text: str, words: str, tmp_path: Pat
     file.write_text(text)
     with pytest.raises(UsageError, match=words):
         read_lengths(file)
+
+
+def test_sizes_beyond_this_machine_are_refused_in_words() -> None:
+    with pytest.raises(ModelError, match="this machine has not so much; state smaller sizes"):
+        rematplan.fit(
+            lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
+            lambda n: (torch.empty(n, 4),),
+            memory="1GB",
+            size=1 << 44,
+            largest=False,
+        )
 
 
 def test_samples_per_second_are_those_of_the_planned_step() -> None:
