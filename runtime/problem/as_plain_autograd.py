@@ -22,6 +22,7 @@ COPIES = (RNG_STATES, OLD_BUFFERS)
 """The tensors of a problem from which ops run again: states of random generators, and buffers before the step."""
 ATEN = torch.ops.aten
 ADD = ATEN.add.Tensor
+ZEROS, SCATTER = ATEN.new_zeros.default, ATEN.slice_scatter.default
 DROPOUT = ATEN.native_dropout.default
 ONLY_SHAPES: Mapping[Any, tuple[int, ...]] = {
     ATEN.gather.default: (0,),
@@ -53,7 +54,8 @@ class PlainAutograd:
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For ops of the backward, the storages that their nodes have saved without reading them (`ONLY_SHAPES`)."""
     sums: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For each sum of two gradients, by the op's name: the storage of the older one, and that of the result."""
+    """For each sum of two gradients, and each write into a part of new zeros, by the op's name: the storage of the
+    older one or of the zeros, and that of the result."""
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
@@ -68,7 +70,7 @@ class PlainAutograd:
         }
         nodes = [tuple(calls) for _, calls in groupby(_in_backward(step), key=lambda call: call.sequence)]
         made = {step.values[name].storage for call in step.calls if call.backward for name in call.made}
-        sums = dict(one for node in nodes for one in _sums(step, node, made))
+        sums = dict(one for node in nodes for one in (*_sums(step, node, made), *_writes(step, node)))
         whole = tuple(tuple(call.name for call in node if call.name not in sums) for node in nodes)
         unread = {c.sequence: _only_shapes(step, c) for c in step.calls if c.target in ONLY_SHAPES}
         saved = {node[0].name: unread[node[0].sequence] for node in nodes if node[0].sequence in unread}
@@ -103,8 +105,8 @@ class PlainAutograd:
         factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
         tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)
         split = {kind: size for kind, size in graph.fixed_split.items() if kind not in COPIES}
-        return self._summed_in_place(
-            self._whole_nodes(replace(graph, tensors=tuple(tensors), fixed_split=split))
+        return self._whole_nodes(
+            self._summed_in_place(replace(graph, tensors=tuple(tensors), fixed_split=split))
         )
 
     def _whole_nodes(self, graph: TrainingGraph) -> TrainingGraph:
@@ -176,6 +178,15 @@ def _sums(
         if value.storage in own or value.storage not in made or not _fills_storage(value.fake):
             return
         yield call.name, (value.storage, step.values[call.results[0]].storage)
+
+
+def _writes(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the calls of a node that write into a part of zeros which it has made: in autograd they copy in place."""
+    zeros = {step.values[name].storage for call in node if call.target is ZEROS for name in call.made}
+    for call in node:
+        into = call.args[0] if call.target is SCATTER else None
+        if isinstance(into, Ref) and step.values[into.value].storage in zeros and call.results[0]:
+            yield call.name, (step.values[into.value].storage, step.values[call.results[0]].storage)
 
 
 def _fills_storage(t: torch.Tensor) -> bool:

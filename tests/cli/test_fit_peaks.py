@@ -183,6 +183,13 @@ CASES: dict[str, Case] = {
         lambda n: (torch.randn(n, 64, 64),),
         32,
     ),
+    "spectrum": (
+        lambda: Built(
+            lambda parts, x: torch.fft.rfft(parts.body(x)).abs().square().mean(), body=nn.Linear(256, 256)
+        ),
+        lambda n: (torch.randn(n, 256),),
+        1024,
+    ),
     "divergence": (
         lambda: Built(
             lambda parts, x: F.kl_div(parts.body(x).log_softmax(-1), x.softmax(-1), reduction="batchmean"),
