@@ -60,7 +60,12 @@ class Fault:
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
-        size = f" differs by {self.op_error:.1e}" if self.op_error else ""
+        other = (
+            " gives another type or shape"
+            if math.isinf(self.op_error)
+            else f" differs by {self.op_error:.1e}"
+        )
+        size = other if self.op_error else ""
         return f"{self.cause}{where}" + (f": {self.op}{size}" if self.op else "")
 
 

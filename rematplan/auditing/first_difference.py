@@ -59,6 +59,12 @@ def _other_module(d: FirstDifference) -> bool:
     return bool(d.again.module) and all(run.module != d.again.module for run in d.region.first)
 
 
+def _cache_extended(d: FirstDifference) -> bool:
+    if not (d.first.op == d.again.op == "cat" and d.first.values and d.again.values):
+        return False
+    return math.prod(d.first.values[0][1]) < math.prod(d.again.values[0][1])
+
+
 def _op_left_out(d: FirstDifference) -> bool:
     again = set(map(_key, d.region.again))
     missed = {value for run in d.region.first if _key(run) not in again for value in run.values}
@@ -104,6 +110,11 @@ CAUSES = (
         _other_module,
         "a function defined in a loop must bind the loop's variable: lambda x, block=block: block(x); layers must not "
         "be skipped by chance",
+    ),
+    Cause(
+        "a cache, as one of keys and values, is extended again",
+        _cache_extended,
+        "train without the cache (Hugging Face: use_cache=False), or extend it outside of the checkpoint",
     ),
     Cause(
         "the recomputation leaves out an op whose result the forward reads",

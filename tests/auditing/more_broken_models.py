@@ -213,6 +213,22 @@ def op_left_out() -> Pair:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm()), (batch(),)
 
 
+class Extended(nn.Module):
+    """Reads what it has read before, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("read", torch.zeros(0, WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.read = torch.cat([self.read, x.detach()])
+        return x * self.read.sum(0)
+
+
+def cache_extended() -> Pair:
+    return Checkpointed(Block(Extended()), use_reentrant=True), (batch(),)
+
+
 def composable_dropout() -> Pair:
     model = Checkpointed(Block(nn.Dropout(0.5)), run=lambda block, x: block(x))
     composable(model.blocks[0], preserve_rng_state=False)

@@ -222,6 +222,10 @@ TABLE = {
         more.op_left_out,
         Expected("leaves out an op", "1", "rsqrt", "gradient 0.weight"),
     ),
+    "cache": (
+        more.cache_extended,
+        Expected("a cache, as one of keys", "blocks.0.middle", "cat", "gradient stem.weight"),
+    ),
     "composable": (
         more.composable_dropout,
         Expected(DRAWN, "blocks.0.middle", "bernoulli_", "gradient stem.weight"),
