@@ -18,6 +18,7 @@ from rematplan.auditing.faults import (
     differences,
     faults_of,
     flags_without_effect,
+    note_of_flags,
     of_first_differences,
     raised,
 )
@@ -97,6 +98,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
     steps, rounding = _without_rounding(step, step, path, steps, seen)
     faults = [*flags_without_effect(step.model, seen)]
     notes = [*_notes_of_noise(noise[0]), *_notes_of_no_numbers(expected[0])]
+    notes += note_of_flags(step.model, seen)
     for earlier, found in enumerate(steps):
         if found.names and not (earlier and faults):
             of_step = watched(step, earlier)[0] if earlier else seen

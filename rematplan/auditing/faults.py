@@ -149,11 +149,7 @@ def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
     for name, module in model.named_modules():
         owners = [(name, module), *((f"{name}.{k}", v) for k, v in vars(module).items() if is_record(v))]
         for path, owner in owners:
-            named += [
-                f"{path}.{k}".lstrip(".")
-                for k, v in vars(owner).items()
-                if FLAG.fullmatch(k) and (v is True or (isinstance(v, str) and v in FLAG_WORDS))
-            ]
+            named += [f"{path}.{k}".lstrip(".") for k in _flags(owner)]
     if named:
         yield _fault(
             "a flag for checkpointing has no effect: nothing is recomputed",
@@ -161,6 +157,28 @@ def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
             module=named[0].rpartition(".")[0],
             advice="something calls around the method that checks the flag, such as layer.forward instead of layer()",
         )
+
+
+def _flags(owner: object) -> list[str]:
+    """Return the attributes of an object that switch checkpointing on."""
+    on = (True, *FLAG_WORDS)
+    return [k for k, v in vars(owner).items() if FLAG.fullmatch(k) and type(v) in (bool, str) and v in on]
+
+
+def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
+    """Return a note if only some modules of a class, whose flags for checkpointing are all set, checkpoint anything."""
+    ran = {region.module for region in seen.regions}
+    idle: dict[type, dict[str, bool]] = {}
+    for name, module in model.named_modules():
+        if _flags(module):
+            works = any(place == name or place.startswith(f"{name}.") for place in ran)
+            idle.setdefault(type(module), {})[name] = works
+    return [
+        f"a flag for checkpointing is set in {len(of)} modules of {kind.__name__}; in {', '.join(names)} "
+        "nothing is recomputed"
+        for kind, of in idle.items()
+        if (names := [name for name, works in of.items() if not works]) and len(names) < len(of)
+    ]
 
 
 NO_GRADIENT = "parameters in a reentrant checkpoint get no gradient, because no input of it requires one"

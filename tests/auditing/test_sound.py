@@ -332,6 +332,24 @@ def test_a_backward_that_is_not_checked_is_a_note() -> None:
     assert found.notes[-1].startswith("Round: not differentiated by autograd; state another implementation")
 
 
+def test_a_flag_that_some_layers_ignore_is_a_note() -> None:
+    class Flagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.grad_checkpointing = Block(), True
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    model = Checkpointed(Flagged(), Flagged(), run=lambda layer, x: layer(x))
+    assert audit(model, (batch(),), plan=False).notes == ()
+    layers = model.blocks
+    model.run = lambda layer, x: layer.block(x) if layer is layers[1] else layer(x)
+    found = audit(model, (batch(),), plan=False)
+    assert found.sound
+    assert found.notes[0].endswith("set in 2 modules of Flagged; in blocks.1 nothing is recomputed")
+
+
 def test_a_compiled_layer_is_refused() -> None:
     model, args = plain_blocks(False)
     model.blocks[0].compile(backend="eager")
