@@ -25,10 +25,8 @@ from torch.utils._pytree import tree_leaves
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.costs.optimizer_memory import training_peak
 
-CPU = torch.device("cpu")
 TOLERANCE = 0.01
 BATCH = 16
 SEARCH, LONGER = rematplan.Auto(time_limit=1.0), rematplan.Auto(time_limit=4.0)
@@ -199,24 +197,6 @@ MIXED = ("vit_s", "gpt12", "hf_llama", "resnet18")
 """The models that run in autocast, too."""
 
 
-def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer) -> int:
-    """Return the peak of a second step, with all that is held at its beginning."""
-
-    def step() -> None:
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [t for of in optimizer.state.values() for t in plain_tensors(of)]
-    storages = {
-        s.data_ptr(): s.nbytes()
-        for t in (*model.parameters(), *model.buffers(), *inputs)
-        for s in [t.untyped_storage()]
-    }
-    return sum(storages.values()) + sum(t.nbytes for t in {*states}) + int(peak_above_entry(step, CPU)[0])
-
-
 def check(name: str, made: Made, optimizer: str, dtype: str) -> Iterator[bool]:
     """Print a line about one model with one optimizer, and yield whether its two peaks are right."""
     make, batch = made
@@ -240,7 +220,7 @@ def check(name: str, made: Made, optimizer: str, dtype: str) -> Iterator[bool]:
     plain = fit(1 << 40).here
     torch.manual_seed(0)
     model, inputs = whole(), tensors(given)
-    own = measured(model, inputs, kind(p for p in model.parameters() if p.requires_grad))
+    own = training_peak(model, inputs, kind(p for p in model.parameters() if p.requires_grad))
     right = abs(own / plain.without - 1) <= TOLERANCE
     tight = fit((plain.without + plain.least) // 2).here
     torch.manual_seed(0)
@@ -250,7 +230,7 @@ def check(name: str, made: Made, optimizer: str, dtype: str) -> Iterator[bool]:
         planned = rematplan.plan_module(
             model, inputs, budget=tight.planned, reserved=[stepping], strategy=LONGER, refine=False
         )
-        peak = measured(planned, inputs, stepping)
+        peak = training_peak(planned, inputs, stepping)
     except InfeasibleBudget as error:
         peak = error.smallest
     kept = peak <= tight.planned

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
@@ -316,3 +317,21 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
     }
 )
 """The memory of optimizers of each known class, by the class's module and name."""
+
+
+def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Return the measured peak, in bytes on the CPU, of a second training step, with all that is held at its beginning.
+
+    ``model``: its output is the loss.
+    """
+
+    def step() -> None:
+        model(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [t for of in optimizer.state.values() for t in plain_tensors(of)]
+    held = (*model.parameters(), *model.buffers(), *inputs, *states)
+    storages = {s.data_ptr(): s.nbytes() for t in held for s in [t.untyped_storage()]}
+    return sum(storages.values()) + peak_above_entry(step, torch.device("cpu"))[0]

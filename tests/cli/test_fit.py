@@ -24,9 +24,8 @@ from rematplan.fitting.sizes import SizeSearch
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.fake_weights import without_data
-from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.optimizer_memory import training_peak
 
-CPU = torch.device("cpu")
 WIDTH, CLASSES = 256, 1600
 SEARCH = rematplan.ExactDP()
 ASKED = question("40MB", None, None, "server-cpu", None, SEARCH)
@@ -69,15 +68,7 @@ def measured(
             run, (batch, labels), budget=budget, reserved=[optimizer], refine=False, strategy=strategy
         )
 
-    def step() -> None:
-        run(batch, labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    state = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
-    held = sum(t.nbytes for t in (*model.parameters(), *state, batch, labels))
-    return held + peak_above_entry(step, CPU)[0]
+    return training_peak(run, (batch, labels), optimizer)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])

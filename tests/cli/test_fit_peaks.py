@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan import Auto
-from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.optimizer_memory import training_peak
 
-CPU = torch.device("cpu")
 Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], int]
 
 
@@ -211,7 +210,7 @@ def test_the_peak_of_plain_autograd_is_the_measured_one(name: str) -> None:
     model, inputs = make(), batch(size)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
 
-    assert found.here.without == pytest.approx(measured(model, inputs, optimizer), rel=0.01)
+    assert found.here.without == pytest.approx(training_peak(model, inputs, optimizer), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -240,20 +239,6 @@ def test_the_stated_peak_of_a_plan_is_a_budget_that_training_keeps(
     planned = rematplan.plan_module(
         model, inputs, budget=found.here.planned, reserved=[made], strategy=search
     )
-    peak = measured(planned, inputs, made)
+    peak = training_peak(planned, inputs, made)
     assert peak <= planned.plan.estimate.peak <= found.here.planned
     assert peak == pytest.approx(planned.plan.estimate.peak, rel=0.1)
-
-
-def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer) -> int:
-    """The peak of a second step, with all that is held at its beginning."""
-
-    def step() -> None:
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    state = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
-    held = sum(t.nbytes for t in {*model.parameters(), *model.buffers(), *state, *inputs})
-    return held + peak_above_entry(step, CPU)[0]
