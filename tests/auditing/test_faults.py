@@ -226,6 +226,10 @@ TABLE = {
         more.cache_extended,
         Expected("a cache, as one of keys", "blocks.0.middle", "cat", "gradient stem.weight"),
     ),
+    "unread cache": (
+        more.cache_that_nobody_reads,
+        Expected(DRAWN, "blocks.0.middle", "bernoulli_", "gradient stem.weight"),
+    ),
     "composable": (
         more.composable_dropout,
         Expected(DRAWN, "blocks.0.middle", "bernoulli_", "gradient stem.weight"),
