@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from types import FunctionType
@@ -12,12 +13,14 @@ from typing import Any
 STORES = frozenset(
     {
         *("store", "make_store", "scatter", "experimental_descriptor_store"),
-        *(f"atomic_{name}" for name in ("add", "and", "cas", "max", "min", "or", "xchg", "xor")),
+        *(f"atomic_{name}" for name in ("add", "and", "cas", "max", "min", "or", "store", "xchg", "xor")),
     }
 )
 """Names of Triton's functions, and of methods, that write to the address that is their first argument or object."""
 LOADS = frozenset({"load", "gather", "experimental_descriptor_load"})
 """Names of those that return the content of an address."""
+KINDS = ("tensor", "tensor_descriptor", "dtype", "pointer_type", "constexpr", "tuple")
+"""Names of Triton's classes of values. Methods that none of them has are of users' classes."""
 OPAQUE = frozenset({"inline_asm_elementwise", "device_print", "call", "extern_elementwise"})
 """Names of Triton's functions that may do anything with their arguments."""
 
@@ -71,6 +74,8 @@ class _Reading:
             return self.of.get(node.id, _NONE)
         if isinstance(node, ast.Call):
             return self._call(node)
+        if isinstance(node, ast.Attribute) and node.attr == "dtype":
+            return _NONE
         followed = {child: self._follow(child) for child in ast.iter_child_nodes(node)}
         value = followed[node.iter] if isinstance(node, ast.For) else _NONE.union(*followed.values())
         for target in _targets(node):
@@ -83,7 +88,10 @@ class _Reading:
         every = _NONE.union(*given.values())
         called = self._resolved(node.func)
         if called is None and isinstance(node.func, ast.Attribute):  # a method of a value
-            return self._tritons(node.func.attr, self._follow(node.func.value), every)
+            every |= self._follow(node.func.value)
+            if not _is_of_a_value(node.func.attr):
+                self.found |= every
+            return self._tritons(node.func.attr, every, every)
         inner = python_function(called)
         if str(getattr(inner or called, "__module__", "")).startswith("triton."):
             address = given.get(0, _NONE) | given.get("pointer", _NONE)
@@ -102,8 +110,8 @@ class _Reading:
         return every
 
     def _tritons(self, name: str, address: _Names, every: _Names) -> _Names:
-        """Note what a function or method of Triton writes. ``address``: the parameters of its first argument or
-        object."""
+        """Note what a function or method of Triton writes. ``address``: the parameters of what it would write
+        to."""
         if name in STORES:
             self.found |= address
         elif name in OPAQUE:
@@ -125,8 +133,9 @@ def _names_seen_by(function: FunctionType) -> Mapping[str, Any]:
     return {**seen.builtins, **function.__globals__, **seen.nonlocals}
 
 
-def _is_of_triton(called: Any) -> bool:
-    return str(getattr(called, "__module__", "")).startswith("triton.")
+def _is_of_a_value(method: str) -> bool:
+    core = sys.modules["triton.language.core"]
+    return any(hasattr(getattr(core, kind, None), method) for kind in KINDS)
 
 
 def _targets(node: ast.AST) -> Iterator[str]:

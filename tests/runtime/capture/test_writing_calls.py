@@ -259,6 +259,22 @@ def described(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
     target.store([0], source.load([0]))
 
 
+class Target:
+    """A class of values with a method that writes."""
+
+
+def by_method(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+    target = Target(x_ptr, n)  # type: ignore[call-arg]
+    target.put(tl.load(y_ptr))  # type: ignore[attr-defined]
+
+
+def by_alias(x_ptr, y_ptr, z_ptr):  # type: ignore[no-untyped-def]
+    language = tl
+    language.store(x_ptr, tl.load(y_ptr).to(y_ptr.dtype.element_ty))
+    if y_ptr.dtype.element_ty.is_fp8():
+        tl.atomic_store(z_ptr, 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "written"),
     [
@@ -268,6 +284,8 @@ def described(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
         (by_helper, {"x_ptr"}),
         (unknown, {"x_ptr"}),
         (described, {"y_ptr"}),
+        (by_method, {"x_ptr"}),
+        (by_alias, {"x_ptr", "z_ptr"}),
     ],
 )
 def test_what_a_kernel_writes_is_read_off_its_source(kernel: Any, written: set[str]) -> None:
