@@ -63,6 +63,10 @@ class _Ops(TorchDispatchMode):
             return args[0]  # what a backward writes into a gradient that it gets, only this backward reads
         if not isinstance(func, OpOverload) or func.namespace in PYTORCHS or not func._schema.is_mutable:
             return func(*args, **kwargs)
+        if any(str(one.type) != "Tensor" for one in func._schema.returns):
+            raise ModelError(
+                f"{func} writes into its arguments and returns more than tensors, so it cannot be planned"
+            )
         names = [argument.name for argument in func._schema.arguments]
         changed = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
         return _recorded(func, args, kwargs, names, changed)

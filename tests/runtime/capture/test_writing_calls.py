@@ -163,6 +163,38 @@ def _(x: Tensor, scale: float) -> Tensor:
     return x.new_empty(*x.shape[:-1], 1)
 
 
+@torch.library.custom_op("rematplan_tests::halves_", mutates_args={"x"})
+def halves_(x: Tensor) -> list[Tensor]:
+    x.mul_(0.5)
+    return [x.clone(), x.sum()]
+
+
+@halves_.register_fake
+def _(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x), x.new_empty(())]
+
+
+@torch.library.custom_op("rematplan_tests::spread_", mutates_args={"all_of"})
+def spread_(x: Tensor, all_of: list[Tensor], scale: Tensor | None = None) -> None:
+    for at, one in enumerate(all_of):
+        one.copy_(x + at if scale is None else x * scale)
+
+
+def into_a_list(a: Tensor, b: Tensor) -> Tensor:
+    made = [torch.empty_like(a), torch.zeros_like(a)]
+    spread_(a.detach(), made)
+    return made[0] * b + made[1]
+
+
+def test_an_op_that_writes_and_returns_a_list_is_refused() -> None:
+    def by_list(a: Tensor, b: Tensor) -> Tensor:
+        halves: list[Tensor] = halves_((a * b).detach())
+        return halves[0] * a
+
+    with pytest.raises(ModelError, match="writes into its arguments and returns more than tensors"):
+        rematplan.plan_module(Blocks(by_list), (torch.randn(8, WIDTH),), budget="min")
+
+
 def by_op(a: Tensor, b: Tensor) -> Tensor:
     c = (a * b).detach()
     total = halve_(c, 0.5)
@@ -182,7 +214,7 @@ def by_wrapped_kernel(a: Tensor, b: Tensor) -> Tensor:
     return c * a
 
 
-WRITING = (into_part, onto_zeros, in_a_copy, in_place, by_op, by_wrapped_kernel)
+WRITING = (into_part, into_a_list, onto_zeros, in_a_copy, in_place, by_op, by_wrapped_kernel)
 
 
 @pytest.mark.parametrize("gate", [onto_zeros, in_a_copy])
