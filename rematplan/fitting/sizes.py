@@ -27,6 +27,7 @@ from rematplan.plans.sized_costs import SizedCosts
 from rematplan.plans.step_problems import RESERVED, StepProblems
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.problem.as_plain_autograd import PlainAutograd
+from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 
 GUESSES = 4
 """How many sizes are tried where the memory is expected to be used up, before a search that halves the range."""
@@ -125,7 +126,7 @@ class SizeSearch:
         """Return the problem at a size, interpolated or of repeated layers if possible."""
         if size not in self._captured and size not in self._exact:
             if self.model.dimension == DEPTH and size > SHALLOW[-1] and self._layers:
-                self._exact[size] = self._repeated(self._layers, size - SHALLOW[0])
+                self._exact[size] = self._repeated(self._layers, size)
             for span in self._spans:
                 if span.sizes[0] < size < span.sizes[-1]:
                     self._exact[size] = span.problem(size)
@@ -140,11 +141,22 @@ class SizeSearch:
             return repeated_layers([self.captured(depth) for depth in SHALLOW])
         return None
 
-    def _repeated(self, layers: RepeatedLayers, more: int) -> TrainingGraph:
+    def _repeated(self, layers: RepeatedLayers, size: int) -> TrainingGraph:
+        more = size - SHALLOW[0]
         graph = layers.problem(more)
+        if OPTIMIZER in graph.op:  # its temporaries are not those of a layer, times the layers
+            temporaries = layers.graph.op[OPTIMIZER].workspace + self._stepping(size) - self._stepping(SHALLOW[0])
+            ops = (replace(op, workspace=temporaries) if op.name == OPTIMIZER else op for op in graph.ops)
+            graph = replace(graph, ops=tuple(ops))
         known = self._autograd[layers.graph.fingerprint]
         self._autograd[graph.fingerprint] = known.repeated(lambda name: layers.copies(name, more))
         return graph
+
+    def _stepping(self, size: int) -> int:
+        """Return the bytes of the temporaries of the optimizer's step at a size."""
+        made = self.model.at(size)
+        with made.mode:
+            return optimizer_bytes(made, self.asked).on(CUDA, {}).stepping
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""
