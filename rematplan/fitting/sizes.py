@@ -39,6 +39,8 @@ size is known at which it is: sizes between captured ones need no capture."""
 PRECISION = 100
 """The search for the largest size with a plan ends at one part in so many: each size takes seconds, and another search
 might find another plan."""
+MOST_OPS = 40_000
+"""Larger numbers of layers are not tried: a problem of more ops takes minutes."""
 AHEAD = 4
 """How many steps of that precision a search goes at first beyond the sizes at which known plans fit."""
 CUDA = torch.device("cuda")
@@ -145,7 +147,9 @@ class SizeSearch:
         more = size - SHALLOW[0]
         graph = layers.problem(more)
         if OPTIMIZER in graph.op:  # its temporaries are not those of a layer, times the layers
-            temporaries = layers.graph.op[OPTIMIZER].workspace + self._stepping(size) - self._stepping(SHALLOW[0])
+            temporaries = (
+                layers.graph.op[OPTIMIZER].workspace + self._stepping(size) - self._stepping(SHALLOW[0])
+            )
             ops = (replace(op, workspace=temporaries) if op.name == OPTIMIZER else op for op in graph.ops)
             graph = replace(graph, ops=tuple(ops))
         known = self._autograd[layers.graph.fingerprint]
@@ -269,9 +273,13 @@ class SizeSearch:
         rows = [self.row(size) for size in self._plans] if self.model.dimension == BATCH else []
         return max((row for row in rows if row.fits), key=lambda row: row.rate or 0.0, default=None)
 
-    @property
+    @cached_property
     def _top(self) -> int:
-        return self.model.most // self.model.unit * self.model.unit
+        most = self.model.most
+        if self.model.dimension == DEPTH and self._layers:
+            few, more = len(self._layers.graph.ops), len(self._layers.deeper.ops)
+            most = min(most, SHALLOW[0] + (MOST_OPS - few) // (more - few))
+        return most // self.model.unit * self.model.unit
 
     def _last(self, bytes_at: Callable[[int], int], limit: int) -> int:
         """Return the largest size with at most ``limit`` bytes, which grow with the size; 0 if there is none."""
