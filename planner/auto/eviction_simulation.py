@@ -25,6 +25,7 @@ RUNS = 8
 ANCESTORS = 60
 """The estimated cost of recomputing a tensor includes at most this many evicted tensors, itself included."""
 UNHELD = 2**60
+"""The place, after all others, of tensors that may be evicted throughout."""
 TINY = 1e-3
 """A tensor is not evicted if its size is at most this share of the budget minus the inputs."""
 
@@ -208,8 +209,8 @@ class Simulation:
         return all(self._make(place, op) for place, op in enumerate(self.tables.places))
 
     def _make(self, place: int, op: int) -> bool:
-        """Run an op, unless what is used of it is resident, after recomputing what it reads and what is missing for
-        that. Return whether that succeeded."""
+        """Run an op after recomputing what is missing for it, unless all of its results that are used again are
+        resident. Return whether that succeeded."""
         self.costs.clear()
         self.passed += place == self.tables.starts[self.passed + 1]
         self.now, reads, producer = place, self.tables.reads, self.tables.producer

@@ -60,7 +60,7 @@ class Between:
 
     @property
     def holds(self) -> bool:
-        """Whether polynomials give exactly the captured bytes of all tensors at all captured sizes."""
+        """Whether each tensor has a polynomial that gives its bytes at all captured sizes."""
         return all(self._laws[row] for row in self._rows)
 
     def bytes_at(self, size: int) -> list[int]:

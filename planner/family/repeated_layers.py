@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 from rematplan.ir import Op, ProblemError, TrainingGraph
@@ -71,7 +71,7 @@ class RepeatedLayers:
         return [lambda other: other if place is None else self._at(other, place + 2 - layer, more)]
 
     def _repeated(self, more: int) -> list[Rename]:
-        return [lambda other, m=m: self._at(other, m, more) for m in range(more + 1)]  # type: ignore[misc]
+        return [partial(self._at, middle=middle, more=more) for middle in range(more + 1)]
 
     def _at(self, name: str, middle: int, more: int) -> str:
         """Return the counterpart of what has this name next to the middle layer, next to its copy ``middle``."""
@@ -80,12 +80,12 @@ class RepeatedLayers:
             return name
         place = middle + layer - 2
         if not -1 <= place <= more + 1:
-            raise ProblemError("layers read what is further away than the next layer")
+            raise ProblemError("a layer reads tensors of a layer that is not next to it")
         own = self._named[key, 1 if place < 0 else 3 if place > more else 2]
         return f"{own}@{place}" if 0 < place <= more else own
 
     def _all(self, names: Sequence[str], more: int) -> tuple[str, ...]:
-        """Return names with those of all copies, layer by layer."""
+        """Return the names, those of a repeated layer once for each copy, in the order of the layers."""
         groups = groupby(names, key=lambda name: self._place.get(name, (None, 0))[1])
         return tuple(
             f(name)

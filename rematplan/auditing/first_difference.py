@@ -176,7 +176,7 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
                 extended = extended or found
                 continue
             if extended and not (again.draws and first.values[0][:2] == again.values[0][:2]):
-                continue  # it may be that nobody reads what is longer: a draw of the same shape is a cause of its own
+                continue  # maybe nobody reads the longer cache; a draw of the same shape is a cause of its own
             if not 0 < found.error < ROUNDING:
                 return found
             rounding = rounding or found
@@ -184,7 +184,7 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
 
 
 def left_to_stop_early(region: Region) -> str:
-    """Return the module of the op at which a recomputation stops; that of the last op if it runs to the end."""
+    """Return the module of the first op that a recomputation no longer runs, or of the last op if it runs all."""
     ran = [first for first, _ in _pairs(region)]
     at = next((i for i, run in enumerate(region.first) if ran and run is ran[-1]), -1)
     return region.first[min(at + 1, len(region.first) - 1)].module if region.first else region.module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +19,13 @@ from torch import nn
 from rematplan.module.verification import same_bits
 from rematplan.runtime.capture.restore_state import CONTAINERS
 from rematplan.runtime.guards.attributes import is_record
+from rematplan.runtime.guards.globals import slot_names
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has for PyTorch's own use."""
 SHARDING = ("torch.distributed.", "torch.nn.parallel.")
-"""How the names of files begin whose modules keep books of what other processes do."""
+"""How the names of the Python modules begin whose classes track what other processes do."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of modules and of parameters that have their hooks, by number."""
@@ -50,7 +50,7 @@ GENERATORS: Mapping[type, Random] = {
 
 
 GENERATOR_STATE = "random state"
-"""How what stands for the state of a generator begins."""
+"""The beginning of the text that represents the state of a generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def title(function: Any) -> str:
 
 
 def _attributes(name: str, owner: Any) -> Holder:
-    slots = [] if isinstance(owner, nn.Module) else copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
+    slots = [] if isinstance(owner, nn.Module) else slot_names(type(owner))
 
     def read() -> dict[str, Any]:
         return {k: getattr(owner, k) for k in slots if hasattr(owner, k)} | getattr(owner, "__dict__", {})
@@ -133,7 +133,7 @@ def _attributes(name: str, owner: Any) -> Holder:
 
 
 def _is_pytorchs(value: Any) -> bool:
-    """Return whether PyTorch keeps books in an object, as those of FSDP2, which must not be set back."""
+    """Return whether an object is PyTorch's own, such as the state of FSDP2, which must not be restored."""
     return type(value).__module__.startswith("torch.")
 
 

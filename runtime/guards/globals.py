@@ -7,6 +7,7 @@ names counts as read, even in a branch that is not taken.
 
 from __future__ import annotations
 
+import copyreg
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -14,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import getattr_static
-from itertools import chain
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -230,11 +230,15 @@ def _variable(name: str) -> str | None:
     return None if text is None else sys.intern(text)
 
 
+def slot_names(kind: type) -> list[str]:
+    """Return the names of the attributes that objects of a class keep in ``__slots__``."""
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return names
+
+
 def _slots(holder: Any) -> AttributesByName:
     """Return the attributes that an object keeps in ``__slots__``, by name."""
-    slots = (vars(home).get("__slots__", ()) for home in type(holder).__mro__)
-    names = chain.from_iterable((s,) if isinstance(s, str) else s for s in slots)
-    return AttributesByName({name: (holder, name) for name in names})
+    return AttributesByName({name: (holder, name) for name in slot_names(type(holder))})
 
 
 _AROUND = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import problems
@@ -16,7 +17,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.least.demands import Demands, demands_of
+from rematplan.planner.least.demands import demands_of
 from rematplan.planner.least.group_descent import descend_by_groups
 from rematplan.planner.least.inverses_as_parts import inverses_as_parts
 from rematplan.planner.least.last_heavy_run import LastHeavyRun
@@ -57,10 +58,14 @@ def random_problem(rng: random.Random, count: int) -> TrainingGraph:
     return TrainingGraph("random", tuple(tensors), (), outputs, tuple(ops))
 
 
-def least_peak(demands: Demands, goal: Iterable[int]) -> int:
+Recipe = tuple[Iterable[Any], Iterable[Any], int]
+"""What an op reads and writes, and its workspace."""
+
+
+def least_peak(goal: Iterable[Any], recipes: Sequence[Recipe], sizes: Any) -> int:
     """The least peak of all sequences of runs and frees after which ``goal`` is resident."""
-    wanted, best = frozenset(goal), {frozenset[int](): 0}
-    queue: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    wanted, best = frozenset(goal), {frozenset[Any](): 0}
+    queue: list[tuple[int, tuple[Any, ...]]] = [(0, ())]
     while queue:
         peak, state = heapq.heappop(queue)
         resident = frozenset(state)
@@ -69,10 +74,10 @@ def least_peak(demands: Demands, goal: Iterable[int]) -> int:
         if wanted <= resident:
             return peak
         reached = [(peak, resident - {t}) for t in resident]
-        for op, reads, writes in zip(demands.ops, demands.reads, demands.writes, strict=True):
+        for reads, writes, workspace in recipes:
             if resident.issuperset(reads):
                 after = resident.union(writes)
-                reached.append((max(peak, sum(demands.sizes[t] for t in after) + op.workspace), after))
+                reached.append((max(peak, sum(sizes[t] for t in after) + workspace), after))
         for level, after in reached:
             if level < best.get(after, UNLIMITED):
                 best[after] = level
@@ -90,12 +95,14 @@ def test_values_and_bounds_enclose_the_least_peak_of_all_schedules(seed: int) ->
     values = Values(demands, effort)
     values.run(3000, 300)
     heavy = LastHeavyRun(demands)
+    workspaces = (op.workspace for op in demands.ops)
+    recipes = list(zip(demands.reads, demands.writes, workspaces, strict=True))
     for v, reads in enumerate(demands.reads):
-        least = least_peak(demands, reads)
+        least = least_peak(reads, recipes, demands.sizes)
         assert values.value[v] == max(least, demands.work[v])
         assert values.floor[v] <= values.value[v]
         assert heavy.bound(reads, 0, 1000) <= least if reads else True
-    least = least_peak(demands, demands.outputs)
+    least = least_peak(demands.outputs, recipes, demands.sizes)
     outputs = np.array(demands.outputs, np.int64)
     level, bound, *_ = search(demands.tables, outputs, values.free, 0, -1, 3000, False, -1)
     assert bound == level == least
@@ -105,25 +112,9 @@ def test_values_and_bounds_enclose_the_least_peak_of_all_schedules(seed: int) ->
 
 def least_with_inverses(graph: TrainingGraph) -> int:
     """The least peak of all sequences of runs, inverses' included, and frees."""
-    wanted, best = frozenset(graph.outputs), {frozenset[str](): 0}
-    queue: list[tuple[int, tuple[str, ...]]] = [(0, ())]
-    while queue:
-        peak, state = heapq.heappop(queue)
-        resident = frozenset(state)
-        if peak > best[resident]:
-            continue
-        if wanted <= resident:
-            return peak
-        reached = [(peak, resident - {t}) for t in resident]
-        for op in graph.recipes:
-            if resident.issuperset(op.reads):
-                after = resident.union(op.writes)
-                reached.append((max(peak, sum(graph.size[t] for t in after) + op.workspace), after))
-        for level, after in reached:
-            if level < best.get(after, UNLIMITED):
-                best[after] = level
-                heapq.heappush(queue, (level, tuple(sorted(after))))
-    raise AssertionError("every set can be computed")
+    return least_peak(
+        graph.outputs, [(op.reads, op.writes, op.workspace) for op in graph.recipes], graph.size
+    )
 
 
 def test_what_is_proven_with_inverses_is_not_above_the_least_peak_of_all_schedules() -> None:
@@ -134,9 +125,8 @@ def test_what_is_proven_with_inverses_is_not_above_the_least_peak_of_all_schedul
             continue
         relaxed, own = inverses_as_parts(graph), min_peak_bound(graph).bytes
         assert relaxed is not None
-        demands = demands_of(relaxed, 0.0)
         least = least_with_inverses(graph)
-        assert least_peak(demands, demands.outputs) <= least
+        assert least_with_inverses(relaxed) <= least
         plan_near_least(graph, UNLIMITED, Effort(moves=UNLIMITED))
         assert min_peak_bound(graph).bytes <= least
         raised += min_peak_bound(graph).bytes > own
