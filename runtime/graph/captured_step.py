@@ -87,6 +87,9 @@ class Call:
     indexed: bool = False
     """Whether it comes from an index of several dimensions (``x[a, b]``) or its backward. Recorded only with
     symbolic sizes."""
+    in_piece: bool = field(default=False, compare=False, repr=False)
+    """Whether eager mode writes its result into its first argument, which is a piece of a larger storage that traces do
+    not know as a view (``unsafe_split``)."""
     sequence: int | None = field(default=None, compare=False, repr=False)
     """The autograd node's number, which a forward call and the calls of its backward share; None if unknown.
 

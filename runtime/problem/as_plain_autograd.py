@@ -56,6 +56,8 @@ class PlainAutograd:
     sums: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """For each sum of two gradients, and each write into a part of new zeros, by the op's name: the storage of the
     older one or of the zeros, and that of the result."""
+    pieces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The same for each write into a piece of a larger storage (`Call.in_piece`), which stays as long as the piece."""
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
@@ -74,7 +76,10 @@ class PlainAutograd:
         whole = tuple(tuple(call.name for call in node if call.name not in sums) for node in nodes)
         unread = {c.sequence: _only_shapes(step, c) for c in step.calls if c.target in ONLY_SHAPES}
         saved = {node[0].name: unread[node[0].sequence] for node in nodes if node[0].sequence in unread}
-        return cls(losses, masks, tuple(names for names in whole if len(names) > 1), saved, sums)
+        pieces = {
+            call.name: _places(step, call) for call in step.calls if call.in_piece and not call.backward
+        }
+        return cls(losses, masks, tuple(names for names in whole if len(names) > 1), saved, sums, pieces)
 
     def repeated(self, copies: Callable[[str], Iterable[Callable[[str], str]]]) -> PlainAutograd:
         """Return the same for a problem in which ops and tensors have copies. ``copies``: for a name, functions that
@@ -84,7 +89,10 @@ class PlainAutograd:
             {f(name): size for name, size in self.masks.items() for f in copies(name)},
             tuple(tuple(map(f, node)) for node in self.nodes for f in copies(node[0])),
             {f(name): tuple(map(f, kept)) for name, kept in self.saved.items() for f in copies(name)},
-            {f(name): (f(old), f(new)) for name, (old, new) in self.sums.items() for f in copies(name)},
+            *(
+                {f(name): (f(old), f(new)) for name, (old, new) in places.items() for f in copies(name)}
+                for places in (self.sums, self.pieces)
+            ),
         )
 
     def losses_apart(self, graph: TrainingGraph) -> TrainingGraph:
@@ -105,9 +113,7 @@ class PlainAutograd:
         factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
         tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)
         split = {kind: size for kind, size in graph.fixed_split.items() if kind not in COPIES}
-        return self._whole_nodes(
-            self._summed_in_place(replace(graph, tensors=tuple(tensors), fixed_split=split))
-        )
+        return self._whole_nodes(self._in_place(replace(graph, tensors=tuple(tensors), fixed_split=split)))
 
     def _whole_nodes(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the problem in which the last op of a node reads all that the node touches: autograd frees neither the
@@ -125,9 +131,9 @@ class PlainAutograd:
         )
         return replace(graph, ops=whole)
 
-    def _summed_in_place(self, graph: TrainingGraph) -> TrainingGraph:
+    def _in_place(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the problem in which a sum of gradients is in the memory of the older one, if nothing reads that
-        later."""
+        later, and what is written into a piece is in the memory of the whole."""
         last = {t: op.name for op in graph.ops for t in op.reads}
         kept = {*graph.inputs, *graph.outputs}
         place = {
@@ -135,6 +141,7 @@ class PlainAutograd:
             for name, (old, new) in self.sums.items()
             if last.get(old) == name and old not in kept and graph.size.get(old) == graph.size.get(new)
         }
+        place |= {new: old for old, new in self.pieces.values() if new in graph.size}
         if not place:
             return graph
 
@@ -177,7 +184,7 @@ def _sums(
         value = step.values[older.value]
         if value.storage in own or value.storage not in made or not _fills_storage(value.fake):
             return
-        yield call.name, (value.storage, step.values[call.results[0]].storage)
+        yield call.name, _places(step, call)
 
 
 def _writes(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -186,7 +193,12 @@ def _writes(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tup
     for call in node:
         into = call.args[0] if call.target is SCATTER else None
         if isinstance(into, Ref) and step.values[into.value].storage in zeros and call.results[0]:
-            yield call.name, (step.values[into.value].storage, step.values[call.results[0]].storage)
+            yield call.name, _places(step, call)
+
+
+def _places(step: CapturedStep, call: Call) -> tuple[str, str]:
+    """Return the storages of a call's first argument and of its result."""
+    return step.values[call.operands[0]].storage, step.values[call.made[0]].storage
 
 
 def _fills_storage(t: torch.Tensor) -> bool:

@@ -49,6 +49,13 @@ def recurrence(parts: Any, x: torch.Tensor) -> torch.Tensor:
     return parts.head(torch.stack(out, 1)).square().mean()
 
 
+def pieces(parts: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in parts.body:
+        gate, x, _ = layer(x).unsafe_chunk(3, -1)
+        x = gate.sigmoid_() * x
+    return x.square().mean()
+
+
 def experts(parts: Any, x: torch.Tensor) -> torch.Tensor:
     weights = parts.gate(x).softmax(-1)
     results = torch.stack([expert(x) for expert in parts.experts], -1)
@@ -167,6 +174,16 @@ CASES: dict[str, Case] = {
         ),
         lambda n: (torch.randn(n, 8, 32, 32),),
         8,
+    ),
+    "pieces": (
+        lambda: Built(pieces, body=nn.ModuleList(nn.Linear(128, 384) for _ in range(3))),
+        lambda n: (torch.randn(n, 128),),
+        512,
+    ),
+    "gru": (
+        lambda: Built(lambda parts, x: parts.cells(x)[0].square().mean(), cells=nn.GRU(64, 96, 2)),
+        lambda n: (torch.randn(4, n, 64),),
+        64,
     ),
     "encoder": (
         lambda: mean_square(nn.TransformerEncoderLayer(96, 4, 256, dropout=0.1, batch_first=True)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.fx.traceback import annotate
 from torch.types import Number
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -47,6 +49,9 @@ DRAWS = frozenset(
     }
 )
 """Ops that overwrite a tensor with random numbers."""
+PIECES = frozenset({ATEN.unsafe_split.Tensor, ATEN.unsafe_split_with_sizes.default})
+"""Ops that return views as if they were new tensors: a write into one leaves the others and the whole as they are."""
+IN_PIECE = "rematplan.in_piece"
 UNNAMEABLE = getattr(ATEN.random_, "from")
 """An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
@@ -77,6 +82,7 @@ class InPlaceLayouts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.windows: Any = WeakTensorKeyDictionary()  # overlapping or incomplete windows, and their views
+        self.pieces: Any = WeakTensorKeyDictionary()  # results of `PIECES`
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,9 +100,13 @@ class InPlaceLayouts(TorchDispatchMode):
                 )
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
                 return _draw(func, written, args[1:])
-            if written.device.type == "cpu":
+        in_piece = isinstance(written, FunctionalTensor) and written in self.pieces
+        with annotate({IN_PIECE: True}) if in_piece else nullcontext():
+            if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
                 _restore_strides(written)
-        result = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if func in PIECES:
+            self.pieces.update(dict.fromkeys(result, True))
         if makes_new_memory(func):
             result = pytree.tree_map_only(torch.Tensor, _writable, result)
         if _leaves_out(func, args) or (args and is_view(func) and args[0] in self.windows):
