@@ -142,6 +142,11 @@ class PlanOptions:
     def refines(self) -> bool:
         """Whether training starts with a quickly found plan of `auto`, while another process searches for better
         ones."""
+        return self.takes_quick_plans and self.time_limit > QUICK
+
+    @property
+    def takes_quick_plans(self) -> bool:
+        """Whether a quickly found plan of `auto` may serve, so that known plans serve other sizes without a search."""
         return (
             self.refine
             and isinstance(self.strategy, Auto)
@@ -149,7 +154,6 @@ class PlanOptions:
             and not self.inverting
             and self.strategy.two_lanes == OFF
             and not self.stated_budget().is_lean
-            and self.time_limit > QUICK
         )
 
     def stated_budget(self) -> Budget:

@@ -208,9 +208,9 @@ class Planner(StepProblems):
         asked = self.options
         if asked.several or asked.reserved.gradients or asked.inverting or asked.saved is not None:
             return False
-        # Background searches improve the plan, or `StoreAll` makes the only one.
+        # Background searches improve the plan, or none would take long, or `StoreAll` makes the only one.
         one_lane = asked.strategy.two_lanes == OFF and not asked.stated_budget().is_lean
-        return asked.refines or (one_lane and isinstance(asked.strategy, StoreAll))
+        return asked.takes_quick_plans or (one_lane and isinstance(asked.strategy, StoreAll))
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return what evaluates the known plans of a problem at other sizes, without capturing the step. The budget

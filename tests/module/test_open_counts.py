@@ -99,9 +99,12 @@ def test_one_capture_serves_all_counts(choose: Callable[[Tensor, Tensor], Tensor
     assert (stats.captures, stats.open_captures) == (1, 1)
 
 
-def test_the_plan_of_another_number_is_used_without_its_step() -> None:
-    plain = Selecting(of_labels)
-    ours = rematplan.plan_module(copy.deepcopy(plain), masked(20), budget="1GiB", costs="roofline")
+@pytest.mark.parametrize("limit", [10.0, 1.0])  # of 1 s, nothing is left for a search in the background
+def test_the_plan_of_another_number_is_used_without_its_step(limit: float) -> None:
+    plain, auto = Selecting(of_labels), rematplan.Auto(time_limit=limit)
+    ours = rematplan.plan_module(
+        copy.deepcopy(plain), masked(20), budget="1GiB", costs="roofline", strategy=auto
+    )
     for chosen in (20, 21, 22, 23, 18, 27):
         equal_after(loss(*masked(chosen)), ours, plain)
     stats = rematplan.planning(ours).stats()
