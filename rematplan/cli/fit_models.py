@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 
 from rematplan.cli.problem_source import TIMM, zoo_errors, zoo_sizes
 from rematplan.cli.user_functions import user_function
-from rematplan.fitting.question import BATCH, MOST, Question, SizedModel, WithoutData, training, typed
+from rematplan.fitting.question import BATCH, IMAGE, MOST, Question, SizedModel, WithoutData, training, typed
 from rematplan.ir import UsageError, first_line
 from rematplan.models import ZOO
 from rematplan.runtime.capture.fake_weights import without_data
@@ -24,7 +25,7 @@ from rematplan.step_loading import Sizes, load_model
 
 Dims = Mapping[str, int]
 IMAGE_UNIT = 32
-"""Sides of images are tried in multiples of it, as networks halve them several times."""
+"""Sides of images are tried in multiples of it, as networks halve them several times, or of patches: `_unit`."""
 LABELS: Mapping[str, tuple[str, ...]] = {
     "ForCausalLM": ("batch", "tokens"),
     "LMHeadModel": ("batch", "tokens"),
@@ -64,8 +65,16 @@ def _loaded(name: str, vary: str, dims: Dims, asked: Question, loss: str | None)
                 made = load_model(name, dims=here, loss=loss, weightless=True)
         return typed(WithoutData(made.module, made.batch, made.mode), asked)
 
-    unit = math.gcd(size, IMAGE_UNIT) if vary == "image" else 1
-    return SizedModel(Path(name).stem, vary, size, at, unit, samples={**known, **dims}.get(BATCH))
+    return SizedModel(
+        Path(name).stem, vary, size, at, _unit(name, vary, size), samples={**known, **dims}.get(BATCH)
+    )
+
+
+def _unit(name: str, vary: str, size: int) -> int:
+    """Return the number of which sizes are multiples. A model's ``name`` may state the side of its patches."""
+    patch = re.search(r"_patch([1-9]|[12][0-9]|3[0-2])(?![0-9])", name)
+    side = int(patch[1]) if patch else 1
+    return math.gcd(size, IMAGE_UNIT // side * side) if vary == IMAGE else 1
 
 
 def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
@@ -105,7 +114,7 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
         resized = stated if vary == BATCH and BATCH not in parameters else batch
         return training(*made({**dims, vary: stated}, resized), asked, loss)
 
-    return SizedModel(name, vary, size, at, samples=dims.get(BATCH))
+    return SizedModel(name, vary, size, at, _unit(name, vary, size), samples=dims.get(BATCH))
 
 
 def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
@@ -119,13 +128,13 @@ def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None
         alike = ", ".join(f"{TIMM}{other}" for other in timm.list_models(f"*{name}*")[:3])
         raise UsageError(f"timm has no model {name!r}{f'; it has {alike}' if alike else ''}")
     channels, side, _ = timm.get_pretrained_cfg(name, allow_unregistered=False).input_size
-    sizes = {BATCH: 1, "image": side, **dims}
-    if unknown := [d for d in (vary, *dims) if d not in (BATCH, "image")]:
+    sizes = {BATCH: 1, IMAGE: side, **dims}
+    if unknown := [d for d in (vary, *dims) if d not in (BATCH, IMAGE)]:
         raise UsageError(f"{TIMM}{name} has no size {unknown[0]!r} to state; known: batch, image")
 
     def at(stated: int) -> WithoutData:
         here = {**sizes, vary: stated}
-        image = (here["image"], here["image"])
+        image = (here[IMAGE], here[IMAGE])
 
         def make() -> nn.Module:
             try:
@@ -138,8 +147,7 @@ def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None
         made = without_data(make, lambda: [torch.empty(here[BATCH], channels, *image)])
         return training(*made, asked, loss)
 
-    unit = math.gcd(sizes["image"], IMAGE_UNIT) if vary == "image" else 1
-    return SizedModel(name, vary, sizes[vary], at, unit, samples=sizes[BATCH])
+    return SizedModel(name, vary, sizes[vary], at, _unit(name, vary, sizes[vary]), samples=sizes[BATCH])
 
 
 def _called(name: str, function: Callable[..., Any], sizes: Dims) -> tuple[nn.Module, Any]:
@@ -205,10 +213,8 @@ def _hugging_face(path: Path, vary: str, dims: Dims, asked: Question) -> SizedMo
     longest = int(getattr(config, "max_position_embeddings", None) or MOST)
     sizes = {BATCH: 1, "depth": int(getattr(config, "num_hidden_layers", 0) or 0)}
     side = getattr(config, "image_size", 224)
-    sizes |= (
-        {"image": side if isinstance(side, int) else side[0]} if images else {"tokens": min(longest, 1024)}
-    )
-    if unknown := [d for d in (vary, *dims) if d not in sizes or not sizes[d] or (images and d == "image")]:
+    sizes |= {IMAGE: side if isinstance(side, int) else side[0]} if images else {"tokens": min(longest, 1024)}
+    if unknown := [d for d in (vary, *dims) if d not in sizes or not sizes[d] or (images and d == IMAGE)]:
         raise UsageError(f"{path}: {name} has no size {unknown[0]!r} to state; known: {', '.join(sizes)}")
     stated = {**sizes, **dims}
     if stated.get("tokens", 0) > longest:
@@ -232,10 +238,10 @@ def _transformer(
     changed = type(config).from_dict(config.to_dict())
     if sizes["depth"]:
         changed.num_hidden_layers = sizes["depth"]
-    by_name = ["pixel_values" if "image" in sizes else "input_ids", "labels"]
+    by_name = ["pixel_values" if IMAGE in sizes else "input_ids", "labels"]
 
     def make() -> nn.Module:
-        others = {} if "image" in sizes else {"use_cache": False}
+        others = {} if IMAGE in sizes else {"use_cache": False}
         try:
             return _ByName(getattr(transformers, name)(changed).train(), by_name, others)
         except Exception as error:  # of any kind: the configuration may be that of another architecture
@@ -243,8 +249,8 @@ def _transformer(
             raise UsageError(f"{name} cannot be made from this configuration: {why}") from error
 
     def batch() -> list[torch.Tensor]:
-        if "image" in sizes:
-            side = sizes["image"]
+        if IMAGE in sizes:
+            side = sizes[IMAGE]
             first = torch.empty(sizes[BATCH], changed.num_channels, side, side)
         else:
             first = torch.empty(sizes[BATCH], sizes["tokens"], dtype=torch.long)

@@ -33,6 +33,8 @@ LIBRARIES = 2 * (32 << 20)
 the backward has a thread of its own."""
 BATCH = "batch"
 """The dimension whose size is the number of samples."""
+IMAGE = "image"
+"""The dimension whose size is the side of images."""
 DEPTH = "depth"
 """The dimension whose size is the number of layers."""
 DTYPES: Mapping[str, torch.dtype | None] = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": None}
@@ -73,6 +75,11 @@ class SizedModel:
     """The largest size that the model can have."""
     samples: int | None = None
     """The samples of a batch; None if they are the size that varies, or unknown."""
+
+    @property
+    def power(self) -> int:
+        """The power of the size with which activations grow at least."""
+        return 2 if self.dimension == IMAGE else 1
 
     def samples_at(self, size: int) -> int | None:
         """Return the samples of a batch at a size; None if unknown."""

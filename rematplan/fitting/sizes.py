@@ -32,7 +32,7 @@ from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 GUESSES = 4
 """How many sizes are tried where the memory is expected to be used up, before a search that halves the range."""
 GROWTH = 32
-"""The largest factor from a size that fits to the next one that is tried."""
+"""The largest factor by which activations grow from a size that fits to the next one that is tried."""
 BEYOND = 1.05
 """The factor by which a size is chosen above the one at which the memory is expected to be used up, as long as no
 size is known at which it is: sizes between captured ones need no capture."""
@@ -298,16 +298,17 @@ class SizeSearch:
     def _next(self, low: int, high: int, known: Mapping[int, int], limit: int) -> int:
         """Return the size to try next, where the bytes are expected to reach ``limit``. It is an odd number of units,
         so that tensors whose sizes are rounded are noticed."""
-        unit, open_ = self.model.unit, high > self._top
+        unit, power, open_ = self.model.unit, self.model.power, high > self._top
         points = known if len(known) > 1 else {0: self._held, **known}
         a, b = sorted(sorted(points, key=lambda n: abs(points[n] - limit))[:2])
         if points[a] < points[b]:
-            slope = (points[b] - points[a]) / (b - a)
-            guess = math.floor((a + (limit - points[a]) / slope) * (BEYOND if open_ else 1))
+            slope = (points[b] - points[a]) / (b**power - a**power)
+            there = math.pow(max(0, a**power + (limit - points[a]) / slope), 1 / power)
+            guess = math.floor(there * (BEYOND if open_ else 1))
         else:  # the bytes may be constant below a size, and grow above it
             guess = 2 * low if open_ else (low + high) // 2
         if low and open_:
-            guess = min(guess, GROWTH * low)
+            guess = min(guess, math.floor(low * math.pow(GROWTH, 1 / power)))
         return max(low + unit, min(high - unit, (guess // unit | 1) * unit))
 
     @property

@@ -54,7 +54,7 @@ def split_table(fit: Fit) -> Table:
 
 def margin_table(fit: Fit) -> Table:
     """Return a table of what the margin is for."""
-    rows = {show_bytes(n): why for why, n in fit.margin.items()}
+    rows = [(show_bytes(n), why) for why, n in fit.margin.items()]  # two parts may be equally large
     return pairs_table("The margin without a plan", rows)
 
 

@@ -48,12 +48,12 @@ def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
     return {name: n for name, n in (shown | found).items() if n or name in shown}
 
 
-def pairs_table(title: str, rows: Mapping[str, str]) -> Table:
+def pairs_table(title: str, rows: Mapping[str, str] | Sequence[tuple[str, str]]) -> Table:
     """Return a table with two columns: the keys of ``rows``, and their values."""
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in rows.items():
+    for name, value in rows.items() if isinstance(rows, Mapping) else rows:
         table.add_row(name, value)
     return table
 

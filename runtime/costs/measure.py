@@ -193,9 +193,14 @@ def interleaved_rounds(
     return {name: tuple(seconds) for name, seconds in times.items()}
 
 
+def physical_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_fits(needed: int, what: str) -> None:
     """Raise `ModelError` for an allocation that is larger than this machine's memory."""
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = physical_memory()
     if needed > present:
         raise ModelError(
             f"{what} take {show_bytes(needed)}, this machine has {show_bytes(present)} "

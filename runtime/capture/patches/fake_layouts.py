@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rematplan.runtime.costs.measure import physical_memory
 from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 from rematplan.runtime.graph.compat import (
     FakeTensorMode,
@@ -310,12 +311,15 @@ def _as_given(value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
     """Run an op on real tensors like its arguments, filled with a constant, and return its result. ``now``: makes
-    sizes integers."""
+    sizes integers. `RuntimeError` if tensors and result need more than this machine's memory."""
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: real_like(t, now).fill_(number), (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: real_like(t, now), (args, kwargs))
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if 2 * sum(t.nbytes for t in tensors) > physical_memory():  # if the results are as large as they are
+            raise RuntimeError("can't allocate memory")
+        for t in tensors:
+            t.fill_(number)
         return func(*args, **kwargs)
 
 
