@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.planner.annealing.falling_budget import plans_down_to
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
@@ -35,9 +36,11 @@ class MinBudgetOptions:
     eviction: float = 0.1
     """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
     found."""
-    rungs: float = 0.4
-    """The share of the time left then for plans at larger peaks (`rungs_above`). The last search may start from
-    them."""
+    rungs: float = 0.6
+    """The share of the time left then for plans at larger peaks. The last search may start from them."""
+    falling: float = 0.4
+    """The share of it for one annealing whose budget falls from no recomputation on (`plans_down_to`); the rest is for
+    annealing at single peaks (`rungs_above`)."""
     per_op: float = 0.05
     """The largest number of seconds for each op that these plans may take: small problems converge in a fraction."""
 
@@ -81,7 +84,11 @@ def cheapest_near_smallest_peak(
             known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
         most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
         above = effort.part(min(most, MIN_BUDGET.rungs * (moves - share.done if moves else effort.left)))
-        known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
+        falling = above.part(MIN_BUDGET.falling * above.left)
+        known += plans_down_to(marked, least.peak, falling, seed=seed, keep_order=keep_order)
+        above.interrupted = falling.interrupted
+        if not above.interrupted:
+            known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
         moves -= above.done if moves else 0
         if above.interrupted:
             return replace(least, budget=budget, near=ladder(known))

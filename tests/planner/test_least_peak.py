@@ -179,6 +179,20 @@ def test_min_and_refusals_state_what_a_little_more_memory_saves(problems):
         assert (lean.peak, lean.estimate.overhead) in lean.near
 
 
+def test_min_knows_the_plans_of_a_falling_budget(monkeypatch):
+    fallen = []
+
+    def noted(*args, **options):
+        fallen.extend(plans_down_to(*args, **options))
+        return fallen
+
+    monkeypatch.setattr(min_budget_plan, "plans_down_to", noted)
+    near = cheapest_near_smallest_peak(problems.unet(), moves=200_000, slack=MIN_BUDGET.slack).near
+    among = [plan for plan in fallen if plan.peak <= 1.2 * near[0][0]]
+    assert among
+    assert near[-1][1] <= min(plan.estimate.overhead for plan in among)
+
+
 def test_the_knee_is_the_point_farthest_below_the_line():
     points = ((100, 1.0), (102, 0.9), (105, 0.2), (120, 0.1))
     assert knee(points) == (105, 0.2)
