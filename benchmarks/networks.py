@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import dtr_networks
+
 from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.blocks.lowering import Partition, lower
@@ -26,7 +28,8 @@ class Network:
     """A network for the planner's benchmarks.
 
     ``name``: of the row. ``sizes``: the network's sizes. ``block``: a pattern that matches, in a parameter's name, the
-    name of its block. ``model``: the network's name in the zoo; empty if it is ``name``.
+    name of its block. ``model``: the network's name in the zoo; empty if it is ``name``. Networks of `dtr_networks`
+    have the sizes stated there.
     """
 
     name: str
@@ -36,7 +39,10 @@ class Network:
 
     def load(self) -> tuple[LoadedStep, TrainingGraph]:
         """Capture the network's step without weights, and return it and its planning problem."""
-        loaded = load_step(self.model or self.name, sizes=self.sizes, weightless=True)
+        if self.name in dtr_networks.MODELS:
+            loaded = dtr_networks.load(self.name)
+        else:
+            loaded = load_step(self.model or self.name, sizes=self.sizes, weightless=True)
         return loaded, problem(loaded, DEVICE)
 
 
@@ -50,6 +56,9 @@ _ALL = (
     Network("resnet152", Sizes(batch=48), r"stages\.\d+\.\d+"),
     Network("densenet161", Sizes(batch=32), r"features\.\d+(?:\.layers\.\d+)?"),
     Network("pspnet", Sizes(batch=2, image=713), r"stages\.\d+\.\d+|head\.0\.levels"),
+    Network("resnet32", Sizes(), r"stages\.\d+\.\d+"),
+    Network("treelstm", Sizes(), r"(?:gates|forget)_[xh]"),
+    Network("lstm", Sizes(batch=64, tokens=16), r"cells\.\d+"),
     Network(
         "10k ops",
         Sizes(batch=4, tokens=256, depth=345, width=256, vocabulary=1000),

@@ -33,9 +33,9 @@ from rematplan.planner.pipeline.stage_slices import StageSlice, stage_problem
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.report.plot import COLOURS, MARKERS
-from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.capture.with_loss import with_loss
+from rematplan.step_loading import LoadedModel, captured
 
 RANKS, MICROBATCHES = 4, 16
 AMPLE = 2**50
@@ -110,8 +110,8 @@ def untied(sizes: dict[str, int]) -> api.LoadedStep:
         lambda: UntiedGPT(**sizes), lambda: example_inputs("gpt12", seed=0, **sizes)
     )
     with mode:
-        module, batch = with_loss(model, inputs, "cross_entropy", 0)
-        return api.LoadedStep(module, batch, capture(module, batch, UNTIED))
+        whole = LoadedModel(*with_loss(model, inputs, "cross_entropy", 0), UNTIED, (), mode)
+    return captured(whole)
 
 
 def loaded(name: str, sizes: dict[str, int], inverses: bool = False) -> tuple[NamedChain, TrainingGraph]:

@@ -154,7 +154,7 @@ def load_step(
         ZooError: sizes that the network cannot have.
     """
     return _open(
-        _captured(
+        captured(
             load_model(
                 model,
                 sizes=sizes,
@@ -264,7 +264,8 @@ def _of_zoo(name: str, sizes: Sizes, seed: int, weightless: bool, device: torch.
         return build(name, **stated).to(device), inputs, nullcontext()
 
 
-def _captured(loaded: LoadedModel) -> LoadedStep:
+def captured(loaded: LoadedModel) -> LoadedStep:
+    """Return a loaded model with its captured training step."""
     module, batch, notes = loaded.module, loaded.batch, loaded.notes
     with loaded.mode:
         ready, step = capture_call(module, tuple(batch), {}, loaded.name)
