@@ -53,7 +53,7 @@ class Audit:
 
 def audit(
     model: nn.Module,
-    args: Sequence[Any],
+    args: Sequence[Any] | Mapping[str, Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -74,7 +74,7 @@ def audit(
 
     Args:
         model: the model, in the mode in which it trains.
-        args: positional arguments of its forward; or one tensor.
+        args: positional arguments of its forward; or one tensor; or keyword arguments by name.
         kwargs: keyword arguments of its forward.
         loss: a function of the model's output that returns a scalar. By default the output's ``loss``, a scalar output,
             or the sum of the outputs with weights that differ.
@@ -92,8 +92,9 @@ def audit(
         raise UsageError(
             "audit the model before torch.compile: a compiled model does not run without its own plan"
         )
-    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    step = Step(model, args, dict(kwargs or {}), loss or default_loss, model)
+    named = dict(args) if isinstance(args, Mapping) else {}
+    given = (args,) if isinstance(args, torch.Tensor) else () if named else tuple(args)
+    step = Step(model, given, {**named, **(kwargs or {})}, loss or default_loss, model)
     progress(0.0, "watching")
     seen, error = watched(step)
     progress(0.2, "comparing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import takewhile
 
 import torch
@@ -124,8 +125,8 @@ CAUSES = (
     Cause(
         "the recomputation reads another tensor than the forward",
         _read_changed,
-        "do not change buffers, parameters or inputs of a checkpointed region before its backward; an inverse must be "
-        "exact",
+        "do not change buffers, parameters or inputs of a checkpointed region before its backward; a hand-made "
+        "Function must save what its forward reads; an inverse must be exact",
     ),
     Cause(
         "the recomputation reads another number than the forward",
@@ -146,6 +147,21 @@ CAUSES = (
 """The known causes; the first that applies is reported."""
 
 
+class _Kind(Enum):
+    """What a difference of two runs may mean, in the order in which the first of a kind is reported."""
+
+    SURE = auto()
+    """It is the fault, whatever else differs."""
+    CAST = auto()
+    """Another autocast state, before any value differs."""
+    EXTENDED = auto()
+    """A cache is longer."""
+    ROUNDING = auto()
+    """Values differ by no more than rounding."""
+    OTHER = auto()
+    """Another op: PyTorch computes some functions in other ways without gradients."""
+
+
 def cause_of(difference: FirstDifference) -> Cause:
     """Return the known cause of a difference."""
     return next(cause for cause in CAUSES if cause.applies(difference))
@@ -157,30 +173,44 @@ def first_difference(region: Region, other_ops: bool = False) -> FirstDifference
 
     Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers.
     """
-    cast = rounding = other = extended = None
+    found: dict[_Kind, FirstDifference] = {}
     for first, again in _pairs(region):
-        found = FirstDifference(region, first, again)
-        if first.autocast != again.autocast:
-            if _key(first) == _key(again) and first.values != again.values:
-                return found
-            cast = cast or found
-        elif cast:
+        difference = FirstDifference(region, first, again)
+        kind = _kind(difference)
+        if kind is None or _follows(difference, found):
             continue
-        elif _key(first) != _key(again):
-            if _other_module(found) or draws_on_the_host(region):
-                return found
-            # PyTorch computes some functions in other ways without gradients.
-            other = other or found
-        elif first.values != again.values:
-            if _cache_extended(found):
-                extended = extended or found
-                continue
-            if extended and not (again.draws and first.values[0][:2] == again.values[0][:2]):
-                continue  # maybe nobody reads the longer cache; a draw of the same shape is a cause of its own
-            if not 0 < found.error < ROUNDING:
-                return found
-            rounding = rounding or found
-    return cast or extended or rounding or (other if other_ops else None)
+        if kind is _Kind.SURE:
+            return difference
+        found.setdefault(kind, difference)
+    return next(
+        (found[kind] for kind in _Kind if kind in found and (other_ops or kind is not _Kind.OTHER)), None
+    )
+
+
+def _kind(d: FirstDifference) -> _Kind | None:
+    """Return what kind of difference there is between two runs; None if there is none."""
+    same_op = _key(d.first) == _key(d.again)
+    if d.first.autocast != d.again.autocast:
+        return _Kind.SURE if same_op and d.first.values != d.again.values else _Kind.CAST
+    if not same_op:
+        return _Kind.SURE if _other_module(d) or draws_on_the_host(d.region) else _Kind.OTHER
+    if d.first.values == d.again.values:
+        return None
+    if _cache_extended(d):
+        return _Kind.EXTENDED
+    return _Kind.ROUNDING if 0 < d.error < ROUNDING else _Kind.SURE
+
+
+def _follows(d: FirstDifference, found: Mapping[_Kind, FirstDifference]) -> bool:
+    """Return whether a difference may follow from one that was found earlier."""
+    if d.first.autocast != d.again.autocast:
+        return False
+    if _Kind.CAST in found:
+        return True
+    if _Kind.EXTENDED not in found or _key(d.first) != _key(d.again):
+        return False
+    # Maybe nobody reads the longer cache. A draw of the same shape is a cause of its own.
+    return not (d.again.draws and d.first.values[0][:2] == d.again.values[0][:2])
 
 
 def left_to_stop_early(region: Region) -> str:

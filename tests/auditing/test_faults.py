@@ -284,3 +284,9 @@ def test_a_loss_in_chunks_is_compared_with_another_implementation() -> None:
     assert found.faults[0].results == ("gradient body.weight", "gradient body.bias", "gradient head.weight")
     equal = (*inputs[:2], torch.ones(6))
     assert audit(model, equal, plain=other, plan=False).sound
+
+
+def test_inputs_may_have_names() -> None:
+    model, inputs = broken.dropout_redrawn(True)
+    (rows,) = inputs
+    assert not audit(model, {"x": rows}, plan=False).sound
