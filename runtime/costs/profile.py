@@ -91,7 +91,8 @@ def signature(step: CapturedStep, call: Call) -> str:
         t = step.values[name].fake
         offset = t.storage_offset() * t.element_size() % _ALIGNED  # equal slices of one tensor cost the same
         layout = f"{list(t.shape)}{list(t.stride())}@{offset}/{t.untyped_storage().nbytes()}"
-        return str(t.dtype).removeprefix("torch.") + layout
+        lazy = "conj" * t.is_conj() + "neg" * t.is_neg()
+        return str(t.dtype).removeprefix("torch.") + layout + lazy
 
     return f"{as_run(call).target}{substitute((call.args, dict(call.kwargs)), describe)}"
 

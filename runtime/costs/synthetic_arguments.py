@@ -77,7 +77,10 @@ class SyntheticArguments:
             return cast(torch.Tensor, kernel_of(maker.target)(*args, **kwargs)[maker.results.index(name)])
         # Allocate the whole storage, since some kernels copy all of it, even if the tensor is a small view.
         flat = self._flat(fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype, fake.device)
-        return flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+        made = flat.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+        # Kernels without a rule for a lazy conjugate or negative compute it first, which takes memory.
+        made = made.conj() if fake.is_conj() else made
+        return ATEN._neg_view(made) if fake.is_neg() else made
 
     def _is_opaque(self, maker: Call, fake: torch.Tensor) -> bool:
         """Return whether the trace may not show a tensor's content: it is empty there, while another result of its

@@ -155,6 +155,29 @@ def test_parts_of_a_tensor_that_are_aligned_alike_are_measured_once(width: int, 
     )
 
 
+class Conjugating(nn.Module):
+    """Multiplies by a lazy conjugate, and by an imaginary part of it, which is a lazy negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight.conj().expand(2, -1, -1)).abs() + x.real @ self.weight.conj().imag
+
+
+def test_what_kernels_take_to_resolve_lazy_conjugates_and_negatives_is_measured(tmp_path: Path) -> None:
+    step = capture(Conjugating(), (torch.randn(2, 8, 64, dtype=torch.complex64),), "conjugating")
+    costs = profile_costs(step, cache=tmp_path)
+    lazy = {
+        call.name: sum(t.nbytes for t in read if t.is_conj() or t.is_neg())
+        for call in step.calls
+        if "mm" in call.name and (read := [step.values[name].fake for name in call.operands])
+    }
+    assert max(lazy.values()) >= 2 * 64 * 64 * 8
+    assert all(costs[name].workspace >= resolved for name, resolved in lazy.items())
+
+
 class OfPlaces(nn.Linear):
     """Picks by an order that is known before the step runs, and gives whole numbers that an inverse may bring back."""
 
