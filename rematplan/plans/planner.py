@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -23,7 +23,7 @@ from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.in_flight import most_in_flight, plan_in_flight, problem_in_flight
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
-from rematplan.plans.options import RAISE, UNSPLIT
+from rematplan.plans.options import LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
     fixed_bytes,
@@ -262,23 +262,29 @@ class Planner(StepProblems):
             budget = stated.bytes(0, lambda: plan.peak + gradients)
         if plan.peak + gradients <= budget:
             return None
-        left = max(1, budget - gradients)
+
+        def within(left: int) -> StepPlan:
+            return adding.within(left)._adding(step) or self.within(left)._alone(step)
+
         try:
             if self.options.saved is not None:
                 raise InfeasibleBudget(plan.strategy, budget, plan.peak)
-            return adding.within(left)._adding(step) or self.within(left)._alone(step)
+            return within(max(1, budget - gradients))
         except InfeasibleBudget as error:
             smallest = error.smallest + gradients
             cheap = error.cheap and error.cheap + gradients
             refusal = InfeasibleBudget(error.strategy, budget, smallest, error.known, cheap=cheap)
             if self.options.on_infeasible == RAISE:
                 raise refusal from None
+            takes_least = reaction(self.options, first=False) == LEAST
+            lean = _first_fitting(within, error, plan.peak) if takes_least else None
+            needed = gradients + (lean.plan if lean else plan).peak
             warn(
                 f"{step.name}: parameters have {show_bytes(gradients)} of gradients of earlier steps, and no plan fits "
-                f"the budget in addition to them ({refusal}). This step exceeds the budget. Set the gradients to "
-                f"None before it (optimizer.zero_grad()), or state a larger budget"
+                f"the budget in addition to them ({refusal}). This step takes {show_bytes(needed)}. Set the gradients "
+                f"to None before it (optimizer.zero_grad()), or state a larger budget"
             )
-            return None
+            return lean
 
     def plan_ahead(self, problem: TrainingGraph) -> None:
         """Store a plan of a problem that may follow, if a short search finds one."""
@@ -333,3 +339,16 @@ class Planner(StepProblems):
             return sharing_here(step, graph, plan)
 
         return overlapped(graph, plan, self.options.strategy.two_lanes, sharing)
+
+
+def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, most: int) -> StepPlan | None:
+    """Return the plan at the smallest found peak, or at that of the next refusal; None if that is not below ``most``
+    bytes."""
+    while error.smallest < most:
+        try:
+            return within(error.smallest)
+        except InfeasibleBudget as later:
+            if later.smallest <= error.smallest:
+                break
+            error = later
+    return None

@@ -137,6 +137,21 @@ def test_gradients_of_earlier_steps_raise_where_that_is_asked_for() -> None:
                 step(planned, 256)
 
 
+def test_gradients_of_earlier_steps_that_do_not_fit_get_the_plan_of_the_smallest_found_peak() -> None:
+    least = planned_for(256, budget="min").plan.peak
+    planned, plain = planned_for(256, budget=least), network()
+    step(planned, 256)
+    with pytest.warns(UserWarning, match="no plan fits the budget in addition to them") as said:
+        step(planned, 256)
+    for _ in range(2):
+        step(plain, 256)
+    held = sum(p.grad.nbytes for p in planned.parameters() if p.grad is not None)
+    assert planned.plan.peak < least
+    assert f"takes {show_bytes(planned.plan.peak + held)}" in str(said[0].message)
+    for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, eager.grad)
+
+
 def test_accumulation_goes_on_too() -> None:
     planned, plain = planned_for(256, reserved=["gradients"]), network()
     with pytest.warns(UserWarning, match="smallest found"):
