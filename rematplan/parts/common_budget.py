@@ -75,7 +75,7 @@ class PlannedPart:
             schedule = self.made.plan.schedule
             known.append(replace(self.made.plan, estimate=simulate(problem.graph, schedule)))
         for plan in known:
-            if self._fits(problem.measured(plan)):
+            if not self.excess(problem.measured(plan)):
                 return StepPlan(form, plan)
         room = self.room - self.problem.graph.input_bytes + problem.graph.input_bytes
         search = stage_planner(self.planner.options.strategy, self.planner.options.time_limit)
@@ -83,19 +83,28 @@ class PlannedPart:
             return StepPlan(form, search.within(problem.bounded(room, self.figures.held.kept), room, ()))
         except InfeasibleBudget:
             least = search.least(problem.with_boundary_workspace(room), ())
-            warn(
-                f"{step.name} is called with other sizes than those for which the budget was divided, and holds "
-                f"{show_bytes(problem.measured(least).held.kept)} to its backward, not "
-                f"{show_bytes(self.figures.held.kept)}: this step may exceed the budget"
-            )
+            if excess := self.excess(problem.measured(least)):
+                warn(
+                    f"{step.name} is called with other sizes than those for which the budget was divided, and "
+                    f"{excess}: this step may exceed the budget"
+                )
             return StepPlan(form, least)
 
-    def _fits(self, figures: StagePlan) -> bool:
+    def excess(self, figures: StagePlan) -> str:
+        """Return in words what a plan of these figures needs beyond its share of the budget; empty if nothing."""
         own = self.figures
-        return (
-            figures.held.kept <= own.held.kept
-            and figures.transients.forward <= own.transients.forward
-            and figures.transients.backward <= own.transients.backward
+        needed = (
+            ("holds", figures.held.kept, own.held.kept, "to its backward"),
+            ("needs", figures.transients.forward, own.transients.forward, "in its forward"),
+            ("needs", figures.transients.backward, own.transients.backward, "in its backward"),
+        )
+        return next(
+            (
+                f"{verb} {show_bytes(bytes_)} {when}, not {show_bytes(most)}"
+                for verb, bytes_, most, when in needed
+                if bytes_ > most
+            ),
+            "",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
+from rematplan.ir import show_bytes
 from rematplan.module.plan_access import runner_of
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -111,3 +113,16 @@ def test_the_stated_peak_without_recomputation_is_the_measured_one(
     held = sum(t.nbytes for t in (*model.parameters(), x, getattr(model, "last", x[:0])))
     peak = held + peak_above_entry(backward, torch.device("cpu"))[0]
     assert peak <= runner_of(model).parts.last.plan.peak <= most * peak
+
+
+def test_a_part_says_which_bytes_of_a_plan_exceed_its_share() -> None:
+    model = rematplan.apply(Iterating(), "100%", strategy="approx_dp", costs="roofline", refine=False)
+    model(torch.randn(ROWS, WIDTH)).backward()
+    part = next(iter(runner_of(model).parts.last.plan.parts.values()))
+    own = part.figures
+    kept = replace(own.held, kept=own.held.kept - 8)
+    more = replace(own.transients, backward=own.transients.backward + 1024)
+    assert part.excess(own) == part.excess(replace(own, held=kept)) == ""
+    assert part.excess(replace(own, held=kept, transients=more)) == (
+        f"needs {show_bytes(more.backward)} in its backward, not {show_bytes(own.transients.backward)}"
+    )
