@@ -71,7 +71,28 @@ class AutoSession:
 
     def plan(self) -> Plan:
         """Search for plans within the time limit. Return the cheapest plan that fits the budget, with a proven lower
-        bound of the overhead; `InfeasibleBudget` if none is found."""
+        bound of the overhead; `InfeasibleBudget`, after a search for the smallest peak, if none is found."""
+        if (found := self.find()) is not None:
+            return found
+        known: Known = "proven" if self.bound.best.unreachable else "searched"
+        self.refusal.lower(proven=self.bound.best.unreachable)
+        self.take((cheap := self.refusal.cheap(),))
+        self.take(self.refusal.above())
+        least = self.smallest
+        assert least is not None
+        raise InfeasibleBudget(
+            self.options.name,
+            self.budget,
+            least.peak,
+            known,
+            plan=least,
+            cheap=cheap.peak,
+            cheap_plan=cheap,
+            near=ladder(self.known),
+        )
+
+    def find(self) -> Plan | None:
+        """Search as `plan` does, but return None if no plan is found that fits."""
         with self.proof:
             try:
                 if not self.finished and not self.solved_exhaustively():
@@ -82,22 +103,7 @@ class AutoSession:
                 if self.best is None:
                     raise
         if self.best is None:
-            known: Known = "proven" if self.bound.best.unreachable else "searched"
-            self.refusal.lower(proven=self.bound.best.unreachable)
-            self.take((cheap := self.refusal.cheap(),))
-            self.take(self.refusal.above())
-            least = self.smallest
-            assert least is not None
-            raise InfeasibleBudget(
-                self.options.name,
-                self.budget,
-                least.peak,
-                known,
-                plan=least,
-                cheap=cheap.peak,
-                cheap_plan=cheap,
-                near=ladder(self.known),
-            )
+            return None
         return with_bound(replace(self.best, budget=self.budget), self.bound.best.overhead)
 
     def take(self, plans: Sequence[Plan]) -> None:

@@ -102,6 +102,11 @@ class Auto(Strategy):
         compile_kernels(progress)
         return AutoSession(self._options, graph, budget, progress, starts).plan()
 
+    def find(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan] = ()) -> Plan | None:
+        """Return the plan of `plan`, or None if no plan is found that fits. Then no smallest peak is searched for."""
+        compile_kernels(silent)
+        return AutoSession(self._options, graph, budget, silent, starts).find()
+
     def curve(
         self,
         graph: TrainingGraph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
@@ -25,12 +26,12 @@ class AutoStages:
     seed: int = Auto.seed
     gap: float = Auto.gap
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
-        to start from.
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+        """Return the cheapest plan found whose peak is within ``budget`` bytes, or None. ``starts``: known plans of the
+        problem to start from.
         """
         search = Auto(time_limit=self.time_limit, seed=self.seed, gap=self.gap, reuse=False)
-        return search.plan(graph, budget, starts=starts)
+        return search.find(graph, budget, starts)
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         """Return the plan with the smallest peak that a search from the known plans ``starts`` finds."""
@@ -52,11 +53,13 @@ class StrategyStages:
 
     strategy: Strategy
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the strategy's plan within ``budget`` bytes. ``starts``: plans to start from; ignored by strategies
-        that do not search.
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+        """Return the strategy's plan within ``budget`` bytes; None if it has none. ``starts``: plans to start from;
+        ignored by strategies that do not search.
         """
-        return self.strategy.plan(graph, budget, starts=starts)
+        with suppress(InfeasibleBudget):
+            return self.strategy.plan(graph, budget, starts=starts)
+        return None
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +28,7 @@ from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.lean_plans import find_lean_plans
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
 from rematplan.planner.pipeline.rank_candidates import RankCandidates, extra
+from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
@@ -66,9 +66,9 @@ LIMITS = RankSearchLimits()
 class StagePlanner(Protocol):
     """Plans single stages of a pipeline, each as a planning problem. ``starts``: known plans of the problem."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        """Return the cheapest plan found whose peak is within ``budget`` bytes. ``starts``: known plans of the problem
-        to start from.
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+        """Return the cheapest plan found whose peak is within ``budget`` bytes, or None. ``starts``: known plans of the
+        problem to start from.
         """
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
@@ -126,6 +126,10 @@ class RankSearch:
         self.rank = RankBudgetShares(self.stages, actions, whole)
         self.intervals: dict[tuple[float, float], tuple[float, ...]] = {}
 
+    def kept_peak(self) -> int:
+        """Return the rank's peak without recomputation, in bytes."""
+        return rank_peak(self.known.actions, self.rank.all)
+
     def run(self, thorough: bool = True) -> RankPlan:
         """Return the cheapest plans found within the budget.
 
@@ -145,6 +149,20 @@ class RankSearch:
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
         floor = min(extra(best), self._floor()) if extra(best) > 0 else 0.0
         return RankPlan(figures, plans, self.known.peak(best), extra(best), floor)
+
+    def brief_overhead(self) -> float:
+        """Return the overhead of the cheapest plans that a brief search finds, a share of the stages' time;
+        InfeasibleBudget states the smallest peak that it found."""
+        best = self.known.within(self.budget)
+        if best is None:
+            self._search()
+            best = self.known.within(self.budget)
+        if best is None:
+            smallest = find_lean_plans(self.known, self.planner.least, 0, self.budget)
+            best = self.known.within(self.budget)
+        if best is None:
+            raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
+        return extra(best) / math.fsum(stage.graph.base_cost for stage in self.stages)
 
     @cached_property
     def smallest(self) -> int:
@@ -276,8 +294,7 @@ class RankSearch:
         for at, stage in enumerate(self.stages):
             room = self.rank.stage_budget(at, self.budget, bounds)
             if room >= _least_bytes(stage):
-                with suppress(InfeasibleBudget):
-                    self._plan(at, room, bounds[at])
+                self._plan(at, room, bounds[at])
 
     def _plan(self, at: int, room: int, bounds: Bounds) -> None:
         """Plan a stage within ``room`` bytes and ``bounds``. The plans found become candidates."""
@@ -288,12 +305,9 @@ class RankSearch:
         for searches_left in reversed(range(LIMITS.reuse if reusing else 1)):
             reusing = reusing if searches_left else set()
             graph = stage.assuming_reuse(reusing).bounded(room + stage.most_reused, *bounds)
-            try:
-                plan = self.planner.within(graph, room + stage.most_reused, self.known.starts(at, graph))
-            except InfeasibleBudget:
-                if searches_left:
-                    continue
-                raise
+            plan = self.planner.within(graph, room + stage.most_reused, self.known.starts(at, graph))
+            if plan is None:
+                continue
             self.known.take(at, plan)
             resident = zip(plan.schedule, limited.resident(plan.schedule), strict=True)
             exceeding = {step.op for step, bytes_ in resident if isinstance(step, Run) and bytes_ > room}

@@ -79,16 +79,15 @@ class PlannedPart:
                 return StepPlan(form, plan)
         room = self.room - self.problem.graph.input_bytes + problem.graph.input_bytes
         search = stage_planner(self.planner.options.strategy, self.planner.options.time_limit)
-        try:
-            return StepPlan(form, search.within(problem.bounded(room, self.figures.held.kept), room, ()))
-        except InfeasibleBudget:
-            least = search.least(problem.with_boundary_workspace(room), ())
-            if excess := self.excess(problem.measured(least)):
+        found = search.within(problem.bounded(room, self.figures.held.kept), room, ())
+        if found is None:
+            found = search.least(problem.with_boundary_workspace(room), ())
+            if excess := self.excess(problem.measured(found)):
                 warn(
                     f"{step.name} is called with other sizes than those for which the budget was divided, and "
                     f"{excess}: this step may exceed the budget"
                 )
-            return StepPlan(form, least)
+        return StepPlan(form, found)
 
     def excess(self, figures: StagePlan) -> str:
         """Return in words what a plan of these figures needs beyond its share of the budget; empty if nothing."""

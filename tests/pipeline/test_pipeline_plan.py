@@ -33,13 +33,13 @@ from rematplan.runtime.pipeline import action_lists
 class Blocks:
     """Plans by blocks, quick and the same each time."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
         del starts
         return min(
             (p for p in (*ExactDP().curve(graph, ()), no_recompute(graph)) if p.estimate.peak <= budget),
             key=lambda p: p.estimate.cost,
             default=None,
-        ) or ExactDP().plan(graph, budget)
+        )
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         del starts

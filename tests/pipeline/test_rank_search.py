@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import starmap
 
@@ -33,24 +34,22 @@ from rematplan.planner.strategies.store_all import no_recompute
 class Exact:
     """Plans tiny problems by looking at all schedules."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
         del starts
         found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
         assert found is not None
         if found.cost == math.inf:
-            raise InfeasibleBudget("exact", budget, budget + 1)
+            return None
         return plan_from_runs(graph, found.runs, "exact")
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         low, high = graph.input_bytes - 1, no_recompute(graph).estimate.peak
         while high - low > 1:
             middle = (low + high) // 2
-            try:
-                self.within(graph, middle, starts)
-                high = middle
-            except InfeasibleBudget:
-                low = middle
-        return self.within(graph, high, starts)
+            low, high = (middle, high) if self.within(graph, middle, starts) is None else (low, middle)
+        plan = self.within(graph, high, starts)
+        assert plan is not None
+        return plan
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
         found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
@@ -240,9 +239,8 @@ def test_a_result_that_is_written_into_an_operand_is_counted_once() -> None:
 class OnlyFloors(Exact):
     """Finds no plans, so that only known ones are candidates."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        del graph, starts
-        raise InfeasibleBudget("only floors", budget, budget + 1)
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> None:
+        del graph, budget, starts
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
         return min((no_recompute(graph), *starts), key=lambda plan: plan.estimate.peak)
@@ -321,8 +319,11 @@ def test_a_deferred_micro_batch_is_charged_what_its_weight_gradients_need(w: int
 class Deferring(Exact):
     """Of the ops that the exhaustive search does not run twice at all it knows nothing: annealing does."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan:
-        return Anneal(time_limit=0.05).plan(graph, budget)
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+        del starts
+        with suppress(InfeasibleBudget):
+            return Anneal(time_limit=0.05).plan(graph, budget)
+        return None
 
     def floor(self, graph: TrainingGraph, budget: int) -> float:
         return 0.0
