@@ -17,11 +17,8 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.op_costs import copies_priced, priced
-from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
-from rematplan.plans.progress import LOG
 from rematplan.plans.refining import StepPlan
-from rematplan.plans.splitting import split_as_asked
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
 from rematplan.runtime.capture.output_storages import with_own_outputs
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -58,19 +55,24 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class CapturedStage:
-    """A pipeline stage with its captured step and its planning problem."""
+    """A captured pipeline stage with its planning problem."""
 
     stage: StageModule
     """The module and its arguments."""
-    step: CapturedStep
-    """The forward and backward of one micro-batch, with inverses."""
-    problem: StageProblem
+    planner: Planner
+    """Makes the planning problem."""
+    template: StagePlan
+    place: StagePlace
+    loss: LossMemory | None
+    """Of one micro-batch; None if it was not measured."""
     capture: ReadyCapture
-    """From which ``step`` was made."""
+    original: CapturedStep
+    """The forward and backward of one micro-batch as captured, with outputs in storages of their own."""
+    step: CapturedStep
+    """With splits and inverses."""
+    problem: StageProblem
     calls: tuple[object, ...]
-    """The ATen ops before inverses were added, with the types of their results, to check a later capture."""
-    options: PlanOptions
-    """With which it was planned."""
+    """The ATen ops of the capture, with the types of their results, to check a later capture."""
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
         """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters
@@ -79,11 +81,16 @@ class CapturedStage:
         spare = backward_spare(self.problem, plan.schedule)
         made = StepPlan(self.step, plan, spare, self.problem.gradient_bytes)
         capture = self.capture if prepared else None
-        module = module_with_plan(self.stage.module, self.options, made, self.calls, capture)
+        module = module_with_plan(self.stage.module, self.planner.options, made, self.calls, capture)
         if not prepared:
             return module
         args, kwargs = _arguments(self.stage)
         return Planning(module).prepare(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def rewritten(self, step: CapturedStep) -> CapturedStage:
+        """Return the stage with another form of its step, such as with splits."""
+        step, problem = _problem(self.planner, step, self.template, self.place, self.loss)
+        return replace(self, step=step, problem=problem)
 
 
 def captured_stage(
@@ -93,12 +100,20 @@ def captured_stage(
     place: StagePlace,
     loss: LossMemory | None = None,
 ) -> CapturedStage:
-    """Capture a pipeline stage, and return it with its planning problem."""
+    """Capture a pipeline stage, and return it with its planning problem, without splits."""
     capture, captured = _captured(stage)
-    changed = split_as_asked(planner, with_own_outputs(captured, leaves=True))
-    for note in changed.notes:
-        LOG.info("%s", note)
-    step = planner.with_inverses(changed.step)
+    original = with_own_outputs(captured, leaves=True)
+    step, problem = _problem(planner, original, template, place, loss)
+    return CapturedStage(
+        stage, planner, template, place, loss, capture, original, step, problem, ops_of(captured)
+    )
+
+
+def _problem(
+    planner: Planner, step: CapturedStep, template: StagePlan, place: StagePlace, loss: LossMemory | None
+) -> tuple[CapturedStep, StageProblem]:
+    """Add inverses to a stage's step, and return it with its planning problem."""
+    step = planner.with_inverses(step)
     if place.split:
         step = with_separate_weights(step)
     costs = planner.options.costs
@@ -132,7 +147,7 @@ def captured_stage(
         problem = replace(problem, freed=readers(step, problem.graph, sent))
     if place.alone and place.last:  # torch holds those of other stages until the backward ends
         problem = replace(problem, tangents_held=partial(_tangents_held, step, problem))
-    return CapturedStage(stage, step, problem, capture, ops_of(captured), planner.options)
+    return step, problem
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:

@@ -16,11 +16,11 @@ from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.options import parse_rank_budget
 from rematplan.pipeline.rank_plans import (
-    CapturedPart,
     budget_bytes,
     captured_part,
     rank_plans,
     stated_rank_plan,
+    with_splits,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
@@ -28,7 +28,14 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
-from rematplan.plans.options import NOT_IN_STAGES, UNSPLIT, PlanOptions, stated_splits, stated_strategy
+from rematplan.plans.options import (
+    AUTO_SPLIT,
+    NOT_IN_STAGES,
+    UNSPLIT,
+    PlanOptions,
+    stated_splits,
+    stated_strategy,
+)
 from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
@@ -106,8 +113,8 @@ def plan_pipeline(
         replicas: the number of processes in which ``wrap`` averages each stage's gradients by
             DistributedDataParallel. Each of them then holds buckets of gradients, copies of buffers that are broadcast,
             and a copy of the outputs of each micro-batch in flight.
-        split: ``off``, or names of modules and the number of parts in which their ops run, as for `plan_module`.
-            Cuts are chosen without splits. Not with ``dataflow``.
+        split: ``off``, ``auto``, or names of modules and the number of parts in which their ops run, as for
+            `plan_module`. Cuts are chosen without splits. Not with ``dataflow``; ``auto`` not with ``plans``.
         policy: what must be saved, as for `plan_module`. Cuts are chosen without it. Not with ``dataflow``.
 
     Raises:
@@ -135,6 +142,10 @@ def plan_pipeline(
     for name, stated in {"split": asked.split != UNSPLIT, "policy": bool(asked.policy)}.items():
         if stated and order.name in CHANNELS:
             raise UsageError(f"{order.name} cannot be combined with {name}")
+    if plans is not None and asked.split == AUTO_SPLIT:
+        raise UsageError(
+            "split='auto' cannot be combined with plans; state the splits that they were made for"
+        )
     budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)
@@ -187,22 +198,16 @@ def captured_pipeline(
     if loss is not None and stages - 1 in every:
         memory = _measured_loss(modules[-1], *loss, microbatches)
 
-    def captured(asked: PlanOptions) -> dict[int, CapturedPart]:
-        return {
-            number: captured_part(order, Planner(_in_stage(asked, stage)), number, stage, parallel, memory)
-            for number, stage in enumerate(modules)
-            if number in every
-        }
-
-    parts = captured(asked)
+    parts = {
+        number: captured_part(order, Planner(_in_stage(asked, stage)), number, stage, parallel, memory)
+        for number, stage in enumerate(modules)
+        if number in every
+    }
     if len(parts) == stages:
         steps = [part.step for part in parts.values() if isinstance(part, CapturedStage)]
         check_names(asked.policy, steps, type(model).__name__)
-    # A percentage refers to the step without splits.
-    whole = (
-        parts if stated.kind == "bytes" or asked.split == UNSPLIT else captured(replace(asked, split=UNSPLIT))
-    )
-    return Pipeline(order, tuple(cuts), budget_bytes(stated, order, whole), parts, {})
+    amount = budget_bytes(stated, order, parts)  # a percentage refers to the step without splits
+    return Pipeline(order, tuple(cuts), amount, with_splits(order, wanted, parts, amount, asked), {})
 
 
 def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:
@@ -214,7 +219,9 @@ def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:
 
 
 def _in_stage(asked: PlanOptions, stage: StageModule) -> PlanOptions:
-    """Return the options with the splits of modules that have ops in a stage."""
+    """Return the options with the splits of modules that have ops in a stage, or those that are chosen."""
+    if asked.split == AUTO_SPLIT:
+        return asked
     inside = tuple(pair for pair in asked.stated_parts if pair[0] in stage.modules)
     return replace(asked, split=inside or UNSPLIT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
@@ -20,9 +21,12 @@ from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, plans_of_ranks
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
-from rematplan.plans.in_flight import stage_planner
-from rematplan.plans.options import PlanOptions
+from rematplan.plans.in_flight import stage_planner, trial_of_rank
+from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.planner import Planner
+from rematplan.plans.progress import LOG
+from rematplan.plans.splitting import SplitTrial, SplitTrials, split_as_asked, strategy_of_trials
+from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
 
@@ -106,14 +110,66 @@ def rank_plans(
     are in flight.
     """
 
-    def search(rank: int, most: int) -> RankSearch:
-        problems = [parts[s].problem for s in order.stage_of_rank[rank]]
-        actions, seconds = order.actions[rank], asked.time_limit
-        starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
-        planner = stage_planner(asked.strategy, seconds, len(problems))
-        return RankSearch(problems, actions, most, planner, seconds, starts, kept)
+    return plans_of_ranks(lambda rank, most: _search(order, rank, parts, most, asked), ranks, budget)
 
-    return plans_of_ranks(search, ranks, budget)
+
+def _search(
+    order: PipelineSchedule,
+    rank: int,
+    parts: Mapping[int, CapturedPart],
+    budget: int,
+    asked: PlanOptions,
+) -> RankSearch:
+    """Return a search, not run yet, for plans of a rank's stages."""
+    problems = [parts[s].problem for s in order.stage_of_rank[rank]]
+    actions, seconds = order.actions[rank], asked.time_limit
+    starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
+    planner = stage_planner(asked.strategy, seconds, len(problems))
+    return RankSearch(problems, actions, budget, planner, seconds, starts, kept)
+
+
+def with_splits(
+    order: PipelineSchedule,
+    ranks: Iterable[int],
+    parts: Mapping[int, CapturedPart],
+    budget: int,
+    asked: PlanOptions,
+) -> dict[int, CapturedPart]:
+    """Return the parts with the ops of these ranks' stages split along rows, as the options say or, if those leave it
+    open, for ``budget`` bytes; `UsageError` if a module that they name has no ops that can be split."""
+    split = dict(parts)
+    for rank in ranks if asked.split != UNSPLIT else ():
+        for number in order.stage_of_rank[rank]:
+            part = split[number]
+            if isinstance(part, CapturedStage):
+                trials = (
+                    _trials(order, rank, split, number, budget, asked) if asked.split == AUTO_SPLIT else None
+                )
+                changed = split_as_asked(part.planner, part.original, trials)
+                for note in changed.notes:
+                    LOG.info("%s", note)
+                split[number] = part.rewritten(changed.step) if changed.notes else part
+    return split
+
+
+def _trials(
+    order: PipelineSchedule,
+    rank: int,
+    parts: Mapping[int, CapturedPart],
+    number: int,
+    budget: int,
+    asked: PlanOptions,
+) -> SplitTrials:
+    """Return trials of splits in one stage of a rank, whose other stages stay as they are."""
+    short = replace(asked, strategy=strategy_of_trials(asked))
+
+    def trial(step: CapturedStep) -> SplitTrial:
+        part = parts[number]
+        assert isinstance(part, CapturedStage)
+        part = part.rewritten(step)
+        return trial_of_rank(part.problem.graph, _search(order, rank, {**parts, number: part}, budget, short))
+
+    return SplitTrials(budget, trial)
 
 
 def stated_rank_plan(

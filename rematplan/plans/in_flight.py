@@ -11,13 +11,12 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
-from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.rank_search import RankSearch, StagePlanner
 from rematplan.planner.pipeline.stage_plan import StagePlan, StandingBytes
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
+from rematplan.plans.splitting import SplitTrial
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_memory import LossMemory
@@ -70,8 +69,7 @@ def most_in_flight(problem: StageProblem, asked: PlanOptions) -> int:
     if budget.kind == "bytes":
         return int(budget.amount)
     if budget.kind == "share":
-        kept = problem.measured(no_recompute(problem.graph))
-        return int(budget.amount * rank_peak(_actions(asked), [kept]))
+        return int(budget.amount * search_in_flight(problem, 0, asked).kept_peak())
     raise UsageError(f"with in_flight, state the budget in bytes or as a percentage, not as {budget.text!r}")
 
 
@@ -79,11 +77,21 @@ def _actions(asked: PlanOptions) -> RankActions:
     return with_in_flight(asked.in_flight.calls, asked.in_flight.deferred)
 
 
+def search_in_flight(problem: StageProblem, most: int, asked: PlanOptions) -> RankSearch:
+    """Return a search, not run yet, for a plan of a step with several micro-batches in flight within ``most`` bytes."""
+    seconds = asked.time_limit
+    return RankSearch([problem], _actions(asked), most, stage_planner(asked.strategy, seconds), seconds)
+
+
+def trial_of_rank(graph: TrainingGraph, search: RankSearch) -> SplitTrial:
+    """Return a trial of splits in one stage of a rank. ``graph``: the stage's problem."""
+    return SplitTrial(graph, search.kept_peak, search.brief_overhead)
+
+
 def plan_in_flight(step: CapturedStep, problem: StageProblem, most: int, asked: PlanOptions) -> StepPlan:
     """Plan a step that runs for several micro-batches in flight, within ``most`` bytes."""
-    actions, seconds = _actions(asked), asked.time_limit
     try:
-        found = RankSearch([problem], actions, most, stage_planner(asked.strategy, seconds), seconds).run()
+        found = search_in_flight(problem, most, asked).run()
     except InfeasibleBudget as error:
         raise error.changed(strategy=asked.strategy.name) from None
     (plan,) = found.plans

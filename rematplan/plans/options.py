@@ -221,7 +221,6 @@ NOT_IN_STAGES = (
     SAVED,
     Condition("counted moves of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.counted > 0),
     Condition("keep_order of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.keep_order),
-    CHOSEN,
 )
 """What the search for plans of a pipeline's rank does not follow: it divides seconds among many small searches."""
 EXCLUDED = (

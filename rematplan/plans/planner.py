@@ -20,10 +20,16 @@ from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.fusing import with_fused_kernels
 from rematplan.plans.held_by_others import Reserved
-from rematplan.plans.in_flight import most_in_flight, plan_in_flight, problem_in_flight
+from rematplan.plans.in_flight import (
+    most_in_flight,
+    plan_in_flight,
+    problem_in_flight,
+    search_in_flight,
+    trial_of_rank,
+)
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
-from rematplan.plans.options import LEAST, RAISE, UNSPLIT
+from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
     fixed_bytes,
@@ -35,7 +41,15 @@ from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped
 from rematplan.plans.resizing import Resizing
-from rematplan.plans.splitting import RewrittenStep, about_splits, split_as_asked
+from rematplan.plans.splitting import (
+    RewrittenStep,
+    SplitTrial,
+    SplitTrials,
+    about_splits,
+    split_as_asked,
+    strategy_of_trials,
+    trials_of_step,
+)
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -116,10 +130,24 @@ class Planner(StepProblems):
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
-        if self.options.several:
-            return split_as_asked(charged, step, needed=first)
-        # A percentage refers to the step as it is.
-        return split_as_asked(charged, step, charged.limit(charged.problem_at(step)[1]), needed=first)
+        return split_as_asked(charged, step, charged._trials(step), first)
+
+    def _trials(self, step: CapturedStep) -> SplitTrials | None:
+        """Return what tries splits of a step if they are chosen. A percentage is fixed here: it refers to the step as
+        it is."""
+        limit = None if self.options.several else self.limit(self.problem_at(step)[1])
+        if self.options.split != AUTO_SPLIT:
+            return None
+        if limit is not None:
+            return trials_of_step(self, limit)
+        most = most_in_flight(self._stage(step)[1], self.options)
+        short = replace(self.options, strategy=strategy_of_trials(self.options))
+
+        def trial(step: CapturedStep) -> SplitTrial:
+            problem = self._stage(step)[1]
+            return trial_of_rank(problem.graph, search_in_flight(problem, most, short))
+
+        return SplitTrials(most, trial)
 
     def _planned_whole(
         self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None = None

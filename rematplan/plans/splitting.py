@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, parse_budget, plan_within
 from rematplan.plans.op_costs import PROFILE
-from rematplan.plans.options import AUTO_SPLIT, UNSPLIT
+from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
@@ -46,6 +46,29 @@ SplitChoice: TypeAlias = Mapping[SplitKind, int]
 
 
 @dataclass(frozen=True)
+class SplitTrial:
+    """A step with some splits, to be planned on trial within a budget."""
+
+    graph: TrainingGraph
+    """The planning problem of one step."""
+    kept_peak: Callable[[], int]
+    """Returns the peak without recomputation, in bytes."""
+    overhead: Callable[[], float]
+    """Returns the overhead of the plan that a short search finds, a share of the time without recomputation;
+    `InfeasibleBudget` if it finds none."""
+
+
+@dataclass(frozen=True)
+class SplitTrials:
+    """Makes trials of splits for one budget."""
+
+    amount: int | None
+    """The budget in bytes; None if the smallest peak is wanted."""
+    of: Callable[[CapturedStep], SplitTrial]
+    """Makes the trial of a step with splits."""
+
+
+@dataclass(frozen=True)
 class RewrittenStep:
     """A step in which regions are split or fused, and sentences for the user that say which."""
 
@@ -54,11 +77,11 @@ class RewrittenStep:
 
 
 def split_as_asked(
-    problems: StepProblems, step: CapturedStep, budget: Budget | None = None, needed: bool = True
+    problems: StepProblems, step: CapturedStep, trials: SplitTrials | None = None, needed: bool = True
 ) -> RewrittenStep:
     """Return a step in which regions are split as the options say; `UsageError` if a named module has none.
 
-    ``budget``: for which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be
+    ``trials``: with which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be
     split whole, such as a batch of one row.
     """
     asked = problems.options.split
@@ -66,9 +89,9 @@ def split_as_asked(
         return RewrittenStep(step)
     regions = splittable(step, find_regions(step))
     if asked == AUTO_SPLIT:
-        assert budget is not None
-        trial = _Trial(problems, step, budget)
-        return _noted(problems, step, _chosen(trial, kinds_of(step, regions)), trial)
+        assert trials is not None
+        chooser = _Chooser(problems, step, trials)
+        return _noted(problems, step, _chosen(chooser, kinds_of(step, regions)), chooser)
     assert isinstance(asked, tuple)
     parts: dict[SplitKind, int] = {}
     for name, k in asked:
@@ -102,16 +125,16 @@ def _split(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> C
 
 
 def _noted(
-    problems: StepProblems, step: CapturedStep, choice: SplitChoice, trial: _Trial | None = None
+    problems: StepProblems, step: CapturedStep, choice: SplitChoice, chooser: _Chooser | None = None
 ) -> RewrittenStep:
-    """Return the split step with a note. ``trial``: knows the times of the step with each kind split alone."""
+    """Return the split step with a note. ``chooser``: knows the times of the step with each kind split alone."""
     if not choice:
         return RewrittenStep(step)
     texts = []
     for kind, k in choice.items():
         parts = len(bounds_of(kind[0], k)) - 1
         name = kind[0].name + (f" and {len(kind) - 1} more like it" if len(kind) > 1 else "")
-        time = f", {trial.time({kind: k}):.3f} of the step's time" if trial else ""
+        time = f", {chooser.time({kind: k}):.3f} of the step's time" if chooser else ""
         texts.append(
             f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only{time})"
         )
@@ -121,26 +144,30 @@ def _noted(
     return RewrittenStep(_split(problems, step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
 
 
-def _chosen(trial: _Trial, kinds: Sequence[SplitKind]) -> SplitChoice:
+def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
     none if no recomputation is needed.
 
     Of choices that are about equal, the one with the fewest parts: each part reads the weights again.
     """
-    amount = fixed_bytes(trial.budget)
-    graph = trial.problem({})
-    if amount is not None and no_recompute(graph).peak <= amount:
+    amount = chooser.trials.amount
+    if amount is not None and chooser.trial({}).kept_peak() <= amount:
         return {}
     least: SplitChoice = {}
     first: SplitChoice | None = None
-    for least in _splits_of_what_binds(trial, kinds):
-        if first is None and amount is not None and min_peak_bound(trial.problem(least)).bytes <= amount:
+    for least in _splits_of_what_binds(chooser, kinds):
+        if (
+            first is None
+            and amount is not None
+            and min_peak_bound(chooser.trial(least).graph).bytes <= amount
+        ):
             first = least
     tried = sorted(_candidates(kinds, least if first is None else first, least), key=_parts)
-    cheapest = min(trial.problem(choice).base_cost for choice in tried)
-    outcomes = [trial.outcome(choice, cheapest) for choice in tried]
+    cheapest = min(chooser.trial(choice).graph.base_cost for choice in tried)
+    within = first is not None
+    outcomes = [chooser.outcome(choice, cheapest, within) for choice in tried]
     unfit, best = min(outcomes)
-    alike = 0.0 if unfit or amount is None else ALIKE
+    alike = ALIKE if within and not unfit else 0.0
     return next(choice for choice, one in zip(tried, outcomes, strict=True) if one <= (unfit, best + alike))
 
 
@@ -164,12 +191,12 @@ def _candidates(kinds: Sequence[SplitKind], first: SplitChoice, least: SplitChoi
         yield least
 
 
-def _splits_of_what_binds(trial: _Trial, kinds: Sequence[SplitKind]) -> Iterator[SplitChoice]:
+def _splits_of_what_binds(chooser: _Chooser, kinds: Sequence[SplitKind]) -> Iterator[SplitChoice]:
     """Yield choices of splits, from none: in each next one, the ops that bind the smallest peak have more parts."""
     choice: dict[SplitKind, int] = {}
     while True:
         yield dict(choice)
-        bound = (min_peak_bound(trial.problem(choice)).op or "").partition(".")[0]
+        bound = (min_peak_bound(chooser.trial(choice).graph).op or "").partition(".")[0]
         kind = next((one for one in kinds if any(bound in r.calls for r in one)), None)
         left = [k for k in PARTS if kind is not None and k > choice.get(kind, 1)]
         if kind is None or not left:
@@ -177,44 +204,65 @@ def _splits_of_what_binds(trial: _Trial, kinds: Sequence[SplitKind]) -> Iterator
         choice[kind] = left[0]
 
 
-class _Trial:
-    """Short searches for plans of a step with different splits."""
+def trials_of_step(problems: StepProblems, budget: Budget) -> SplitTrials:
+    """Return trials of a step that is planned alone."""
+    amount, auto = fixed_bytes(budget), strategy_of_trials(problems.options)
 
-    def __init__(self, problems: StepProblems, step: CapturedStep, budget: Budget) -> None:
-        self.problems, self.step, self.budget = problems, step, budget
-        self.graphs: dict[frozenset[tuple[SplitKind, int]], TrainingGraph] = {}
+    def trial(step: CapturedStep) -> SplitTrial:
+        graph = problems.problem_at(step)[1]
+        return SplitTrial(
+            graph,
+            lambda: no_recompute(graph).peak,
+            lambda: plan_within(auto, graph, amount or 0).estimate.overhead,
+        )
 
-    def problem(self, choice: SplitChoice) -> TrainingGraph:
-        """Return the planning problem of the step with these splits."""
+    return SplitTrials(amount, trial)
+
+
+def strategy_of_trials(asked: PlanOptions) -> Auto:
+    """Return the strategy that plans a step with splits on trial."""
+    auto = asked.strategy if isinstance(asked.strategy, Auto) else Auto()
+    return replace(auto, time_limit=TRIAL * asked.time_limit)
+
+
+class _Chooser:
+    """Makes trials of a step with different splits, each once, and compares them."""
+
+    def __init__(self, problems: StepProblems, step: CapturedStep, trials: SplitTrials) -> None:
+        self.problems, self.step, self.trials = problems, step, trials
+        self._made: dict[frozenset[tuple[SplitKind, int]], SplitTrial] = {}
+
+    def trial(self, choice: SplitChoice) -> SplitTrial:
+        """Return the trial of the step with these splits."""
         key = frozenset(choice.items())
-        if key not in self.graphs:
-            self.graphs[key] = self.problems.problem_at(_split(self.problems, self.step, choice))[1]
-        return self.graphs[key]
+        if key not in self._made:
+            self._made[key] = self.trials.of(_split(self.problems, self.step, choice))
+        return self._made[key]
 
     def time(self, choice: SplitChoice) -> float:
         """Return the time of the step with these splits ÷ that without splits, both without recomputation."""
-        whole = self.problem({}).base_cost
-        return self.problem(choice).base_cost / whole if whole else 1.0
+        whole = self.trial({}).graph.base_cost
+        return self.trial(choice).graph.base_cost / whole if whole else 1.0
 
-    def outcome(self, choice: SplitChoice, cheapest: float) -> tuple[bool, float]:
-        """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits or the budget
-        is lean, its peak.
+    def outcome(self, choice: SplitChoice, cheapest: float, within: bool) -> tuple[bool, float]:
+        """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits, its peak.
 
-        ``cheapest``: the least cost of a step with splits, without recomputation.
+        ``cheapest``: the least cost of a step with splits, without recomputation. ``within``: False if no plan can fit,
+        or the smallest peak is wanted.
         """
-        graph, amount = self.problem(choice), fixed_bytes(self.budget)
-        if amount is None:
+        if not within:
             return False, self.smallest_peak(choice)
+        trial = self.trial(choice)
         try:
-            time = 1 + plan_within(self._auto, graph, amount).estimate.overhead
+            time = 1 + trial.overhead()
             noise = NOISE if self.problems.options.costs == PROFILE else 1.0
-            return False, time * max(1.0, graph.base_cost / (noise * cheapest) if cheapest else 1.0)
+            return False, time * max(1.0, trial.graph.base_cost / (noise * cheapest) if cheapest else 1.0)
         except InfeasibleBudget as error:
             return True, error.smallest
 
     def smallest_peak(self, choice: SplitChoice) -> int:
         """Return the smallest peak found with these splits, in bytes."""
-        auto, graph = self._auto, self.problem(choice)
+        auto, graph = strategy_of_trials(self.problems.options), self.trial(choice).graph
         seconds = min(auto.time_limit, TRIAL_PER_OP * len(graph.ops))
         effort = Effort(seconds, auto.counted or MOVES_PER_OP * len(graph.ops))
         # Block plans alone to start from: the search back in time would take most of a trial.
@@ -222,12 +270,6 @@ class _Trial:
         return find_smallest_peak(
             graph, effort, keep_order=auto.keep_order, seed=auto.seed, blocks=blocks
         ).peak
-
-    @property
-    def _auto(self) -> Auto:
-        asked = self.problems.options
-        auto = asked.strategy if isinstance(asked.strategy, Auto) else Auto()
-        return replace(auto, time_limit=TRIAL * asked.time_limit)
 
 
 def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
@@ -258,8 +300,8 @@ def _with_any_splits(problems: StepProblems, step: CapturedStep, error: Infeasib
 def _reached_by_splits(problems: StepProblems, step: CapturedStep, smallest: int) -> str:
     """Return text that states the peak of a short search with split regions, and the bound of all splits; empty if the
     op that binds the peak cannot be split, or if the peak is not below ``smallest``."""
-    trial = _Trial(problems, step, parse_budget("least"))
-    whole = trial.problem({})
+    chooser = _Chooser(problems, step, trials_of_step(problems, parse_budget("least")))
+    whole = chooser.trial({}).graph
     bound = min_peak_bound(whole).op
     if bound not in step.call or rule_of(step, step.call[bound]) is None:
         return ""  # to find regions takes longer
@@ -267,8 +309,8 @@ def _reached_by_splits(problems: StepProblems, step: CapturedStep, smallest: int
     if not any(bound in region.calls for region in regions):
         return ""
     regions = splittable(step, regions)
-    *_, least = _splits_of_what_binds(trial, kinds_of(step, regions))
-    peak = trial.smallest_peak(least) if least else smallest
+    *_, least = _splits_of_what_binds(chooser, kinds_of(step, regions))
+    peak = chooser.smallest_peak(least) if least else smallest
     if peak >= smallest:
         return ""
     floor = split_floor(step, whole, regions).bytes

@@ -170,6 +170,27 @@ def test_split_layers_need_less_for_all_in_flight(deferred: int | None) -> None:
     assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
 
 
+def test_chosen_splits_fit_bytes_that_whole_layers_exceed(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 2048), nn.Tanh(), nn.Linear(2048, WIDTH))
+    # A whole layer needs 3.2 such tensors in addition to parameters and gradients.
+    budget = 2 * sum(p.nbytes for p in plain.parameters()) + 5 * (ROWS * 2048 * 4) // 2
+    asked: dict[str, Any] = {"costs": "roofline", "strategy": Auto(time_limit=0.2), "in_flight": 2}
+    with caplog.at_level("INFO", "rematplan"):
+        planned = rematplan.plan_stage(
+            copy.deepcopy(plain), (example(),), budget=budget, split="auto", **asked
+        )
+    assert "of tensors exist in parts only" in caplog.text
+    actions = with_in_flight(2, None)
+    peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
+    assert sum(p.nbytes for p in plain.parameters()) + peak <= budget
+    expected = run(plain, actions)
+    assert all(torch.equal(found[m], expected[m]) for m in expected)  # type: ignore[arg-type]
+    caplog.clear()
+    rematplan.plan_stage(plain, (example(),), budget="100%", split="auto", **asked)
+    assert "exist in parts only" not in caplog.text
+
+
 def test_two_stages_may_share_parameters_whose_gradients_come_later() -> None:
     module, asked = model(), ASKED | {"budget": "100%", "in_flight": 2, "deferred": 1}
     _, planned = (rematplan.plan_stage(module, (example(),), **asked) for _ in range(2))
@@ -210,7 +231,6 @@ def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int
             "cannot be combined with counted moves of auto",
         ),
         ({"in_flight": 2, "strategy": Auto(keep_order=True)}, "cannot be combined with keep_order of auto"),
-        ({"in_flight": 2, "split": "auto"}, "cannot be combined with split='auto'"),
         ({"in_flight": 2, "on_infeasible": "least"}, "cannot be combined with on_infeasible"),
         ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, UsageErro
 from rematplan.module import forward_capture
 from rematplan.pipeline import plan_pipeline
 from rematplan.pipeline.auto_cuts import agreed
+from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, message_memory
@@ -65,7 +67,7 @@ def planned(
         ({"strategy": rematplan.Auto(two_lanes="on")}, UsageError, "cannot be combined with two lanes"),
         ({"strategy": rematplan.SavedPlan("x.json")}, UsageError, "cannot be combined with a saved plan"),
         ({"strategy": rematplan.Auto(moves=9)}, UsageError, "cannot be combined with counted moves of auto"),
-        ({"split": "auto"}, UsageError, "cannot be combined with split='auto'"),
+        ({"split": "auto", "plans": {}}, UsageError, "split='auto' cannot be combined with plans"),
         ({"split": {"block": 2}}, UsageError, "no stage has ops of a module 'block'; similar: blocks"),
         (
             {"split": {"head": 2}, "schedule": "dataflow"},
@@ -96,6 +98,33 @@ def test_what_cannot_be_is_refused_in_a_line(
     with pytest.raises(error, match=message) as refused:
         planned(**{"ranks": [0]} | more)
     assert "\n" not in str(refused.value)
+
+
+def test_splits_are_chosen_for_a_rank_that_needs_them(caplog: pytest.LogCaptureFixture) -> None:
+    asked: dict[str, Any] = {"stages": 2, "microbatches": 2, "rows": 2 * 1024, "sizes": {"blocks": 2}}
+    asked |= {
+        "schedule": "gpipe",
+        "ranks": [0],
+        "budget": "560KiB",
+        "strategy": rematplan.Auto(time_limit=0.2),
+    }
+    with pytest.raises(InfeasibleBudget):
+        planned_tasks.planned(**asked)
+    with caplog.at_level("INFO", "rematplan"):
+        pipe = planned_tasks.planned(**asked, split="auto")
+    assert "NetStage0: split blocks.0 in" in caplog.text
+    assert pipe.ranks[0].peak <= 560 * 1024
+    part = pipe.parts[0]
+    assert isinstance(part, CapturedStage)
+    plain, planned_ = copy.deepcopy(part.stage.module), part.planned(pipe.ranks[0].plans[0])
+    x = torch.randn(1024, 5)
+    found, expected = (module(x, **planned_tasks.NAMED) for module in (planned_, plain))
+    assert torch.equal(found, expected)
+    for one in (found, expected):
+        one.square().sum().backward()
+    for one, other in zip(planned_.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
