@@ -18,6 +18,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_split
+from rematplan.plans.budgets import LEAN
 from rematplan.plans.tradeoff import Row
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
@@ -123,10 +124,13 @@ def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
             least = min(row.smallest for row in here)
             table.add_row(budget, "none reaches it", _smallest(least), "–", "–", "–", style="dim")
         else:
+            shown = (
+                f"{budget} +{LEAN[budget]:.0%}" if LEAN.get(budget) else budget
+            )  # it is not the smallest found
             for i, row in enumerate(here):
                 cells = _cells(row.plan, base) if row.plan else (_smallest(row.smallest), "–", "–", "–")
                 style = "bold" if row.best else None if row.plan else "dim"
-                table.add_row("" if i else budget, row.strategy, *cells, style=style)
+                table.add_row("" if i else shown, row.strategy, *cells, style=style)
         table.add_section()
     return table
 

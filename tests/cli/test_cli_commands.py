@@ -80,6 +80,7 @@ def test_curve_table_for_a_person(call, problem) -> None:
         "store_all",
         "exact_dp",
         "85%",
+        "min +1%",  # its peak may be larger than the smallest found
     ):
         assert words in result.out
     assert "chen_sqrt" not in result.out
