@@ -162,7 +162,8 @@ class RankSearch:
             best = self.known.within(self.budget)
         if best is None:
             raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
-        return extra(best) / math.fsum(stage.graph.base_cost for stage in self.stages)
+        cost = math.fsum(stage.graph.base_cost for stage in self.stages)
+        return extra(best) / cost if cost else 0.0
 
     @cached_property
     def smallest(self) -> int:
