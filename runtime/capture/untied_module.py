@@ -41,7 +41,7 @@ class UntiedModule(nn.Module):
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
         for at, (name, parameter) in enumerate(module.named_parameters()):
-            self.register_parameter(f"p{at}", parameter)
+            self._parameters[f"p{at}"] = parameter  # a plain tensor inside of `torch.func.functional_call`
             short[id(parameter)], self.names[f"p{at}"] = f"p{at}", name
         for at, (name, buffer) in enumerate(module.named_buffers()):
             self.register_buffer(f"b{at}", buffer)

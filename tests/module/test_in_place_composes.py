@@ -207,6 +207,20 @@ def average(prepare: Prepare) -> tuple[nn.Module, list[Any]]:
     return model, [*results, *steps(mean), *mean.state_dict().values()]
 
 
+def other_weights(prepare: Prepare) -> tuple[nn.Module, list[Any]]:
+    """Calls with weights that are plain tensors, as of a meta-learner: the first call already, leaves, then steps from
+    them."""
+    model, found = prepare(net()), []
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    for ids, labels in map(batch, range(STEPS)):
+        loss = torch.func.functional_call(model, weights, (ids, labels))["loss"]
+        steps_ = torch.autograd.grad(loss, list(weights.values()))
+        inner = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), steps_, strict=True)}
+        outer = torch.func.functional_call(model, inner, (ids, labels))["loss"]
+        found += [loss, *torch.autograd.grad(outer, list(weights.values()))]
+    return model, found
+
+
 def copy_after(prepare: Prepare) -> tuple[nn.Module, list[Any]]:
     model = prepare(net())
     first = [*steps(model)]
@@ -286,6 +300,7 @@ RUNS: dict[str, Run] = {
     "torch.compile": compiled(lambda model: model),
     "torch.compile of the rest": compiled(Scaled),
     "an average": average,
+    "other weights": other_weights,
     "a copy of a trained model": copy_after,
     "pickles": goes_on_as(pickled),
     "torch.save": goes_on_as(saved),
