@@ -104,7 +104,7 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan fit``, and return the exit status: 0 if the step fits, with a plan if necessary, else 1."""
-    parse_budget(args.memory, ("bytes",))
+    parse_budget(args.memory, ("bytes",), "memory")
     check_costs(args.costs)
     sizes = dimensions(args.dim or ())
     lengths = None if args.lengths is None else read_lengths(args.lengths)

@@ -129,7 +129,7 @@ def question(
         raise UsageError(f"max_overhead is {max_overhead!r}; write a share of the step's time, such as 0.2")
     known_costs(costs)
     made = Question(
-        parse_budget(str(memory), ("bytes",)).bytes(0, lambda: 0),
+        parse_budget(str(memory), ("bytes",), "memory").bytes(0, lambda: 0),
         OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         dtype,
         costs,

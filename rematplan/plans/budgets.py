@@ -107,15 +107,15 @@ def whole_bytes(graph: TrainingGraph) -> int:
     return sum(graph.size[t] for t in {*graph.inputs, *graph.outputs})
 
 
-def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS)) -> Budget:
+def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS), name: str = "budget") -> Budget:
     """Read a budget of one of ``kinds`` (keys of `FORMS`): ``4GiB``, ``60%``, ``50% of activations``, bytes, ``min``
-    or ``least``; else `UsageError`."""
+    or ``least``; else `UsageError`, which calls it ``name``."""
     budget = _parsed(text)
     if budget is not None and budget.kind in kinds:
         return budget
     *forms, last = (form for kind, form in FORMS.items() if kind in kinds)
     raise UsageError(
-        f"budget {text[:40]!r} is not {'understood' if budget is None else 'possible here'}; write "
+        f"{name} {text[:40]!r} is not {'understood' if budget is None else 'possible here'}; write "
         f"{', '.join(forms)}{' or ' if forms else ''}{last}"
     )
 
@@ -153,7 +153,7 @@ def parse_loss_memory(text: str) -> Budget:
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))
     if match and not match[2].startswith("%"):
-        return parse_budget(text)
+        return parse_budget(text, ("bytes",), "loss_memory")
     raise UsageError(
         f"loss_memory {text[:40]!r} is not understood; write 1GiB, 512MB, a whole number of bytes, or 3x (three "
         f"tensors of the outputs' size, their gradients among them)"
