@@ -36,9 +36,9 @@ class MinBudgetOptions:
     eviction: float = 0.1
     """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
     found."""
-    rungs: float = 0.6
+    rungs: float = 0.4
     """The share of the time left then for plans at larger peaks. The last search may start from them."""
-    falling: float = 0.4
+    falling: float = 0.25
     """The share of it for one annealing whose budget falls from no recomputation on (`plans_down_to`); the rest is for
     annealing at single peaks (`rungs_above`)."""
     per_op: float = 0.05

@@ -187,6 +187,8 @@ def test_min_knows_the_plans_of_a_falling_budget(monkeypatch):
         return fallen
 
     monkeypatch.setattr(min_budget_plan, "plans_down_to", noted)
+    # So that it gets there in few moves.
+    monkeypatch.setattr(min_budget_plan, "MIN_BUDGET", replace(MIN_BUDGET, falling=0.6))
     near = cheapest_near_smallest_peak(problems.unet(), moves=200_000, slack=MIN_BUDGET.slack).near
     among = [plan for plan in fallen if plan.peak <= 1.2 * near[0][0]]
     assert among
