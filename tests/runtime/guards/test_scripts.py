@@ -58,9 +58,9 @@ for epoch in range(2):
         batch = torch.randint(0, 11, (2, 5))
         x = y = labels = batch
         mask, i, lr, b = torch.ones(2), step, 1e-3 * step, None
+        opt.zero_grad()
         out, loss = model(x, labels=y)
         logits = h = emb = out
-        opt.zero_grad()
         loss.backward()
         opt.step()
         total += loss.item()
