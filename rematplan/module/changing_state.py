@@ -32,7 +32,17 @@ def check_state_returns(
     The forward runs in eager mode to find out. Afterwards everything is as before.
     """
     read = sorted(state.moving)
+
+    def check_next_call() -> None:
+        try:
+            for _ in eager_forwards(model, forward, args, kwargs, 1):
+                again()
+        finally:
+            state.restore()
+
     if not read:
+        if state.filled:
+            check_next_call()
         return
     seen = [_values(state, read)]
     try:
@@ -44,11 +54,7 @@ def check_state_returns(
     finally:
         state.restore()
     if all(value is _ABSENT for value in seen[0]):
-        try:
-            for _ in eager_forwards(model, forward, args, kwargs, 1):
-                again()
-        finally:
-            state.restore()
+        check_next_call()
         return
     moving = [
         one for at, one in enumerate(read) if all(not same(values[at], seen[-1][at]) for values in seen[:-1])

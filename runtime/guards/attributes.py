@@ -134,6 +134,7 @@ class Reads:
             for name in named_in(reader.f_code):
                 if name in attributes:
                     self.note(holder, name, attributes[name])
+                    self.use(holder, name, attributes[name], reader)
                 elif not hasattr(type(holder), name):
                     self.note_absent(holder, name)
 

@@ -26,7 +26,7 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
-from rematplan.runtime.guards.repeated_writes import KnownKeys
+from rematplan.runtime.guards.repeated_writes import IsNone, KnownKeys
 from rematplan.runtime.guards.value_guard import ValueGuard
 
 _GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)
@@ -44,7 +44,7 @@ class Guard:
         found: Sequence[Found],
         shared: Sequence[SharedRecord],
         decided: ValueGuard,
-        conditions: Sequence[Comparison | KnownKeys] = (),
+        conditions: Sequence[Comparison | KnownKeys | IsNone] = (),
     ) -> None:
         # ``conditions``: what must hold of values that the forward changes in each call, such as counters.
         modules: list[tuple[int, Found]] = []

@@ -14,6 +14,7 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.guards.attributes import BOOKKEEPING, Reads
@@ -40,9 +41,9 @@ from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_ite
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
 from rematplan.runtime.guards.read_numbers import ReadNumber
-from rematplan.runtime.guards.repeated_writes import KnownKeys, Write, assign
+from rematplan.runtime.guards.repeated_writes import IsNone, KnownKeys, Write, assign
 from rematplan.runtime.guards.snapshots import UNSET, same
-from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, WRITERS, use_of, uses_of
+from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, TESTED, WRITERS, use_of, uses_of
 
 TENSORS = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that have its tensors and submodules. They are compared separately."""
@@ -86,6 +87,8 @@ class PythonState:
     guarded: set[tuple[int, str]] = field(default_factory=set)
     settled: set[tuple[int, str]] = field(default_factory=set)
     """Of the guarded names, those that are set to what they were: a list that is made again of the same entries."""
+    filled: set[tuple[int, str]] = field(default_factory=set)
+    """Of the unguarded names, those that were None, are compared with None alone, and are set to something else."""
     conditions: list[Any] = field(default_factory=list)
     undone: set[tuple[int, str]] = field(default_factory=set)
     """The names that the forward changed, from its end to the next run. A backward must not read them: a trace has
@@ -189,7 +192,8 @@ class PythonState:
         if kind not in _NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
             if is_iterator(value):
                 refuse_iterator(name, value)
-            return value
+            if value is not None and not isinstance(value, torch.Tensor):
+                return value
         owner = self.reads.owner_of(holder)
         at = self.places.get(owner) if owner is not None else None
         if (
@@ -290,7 +294,7 @@ class PythonState:
             if progress(iterator) != before:
                 refuse_iterator(name, iterator)
         self.unguarded, self.guarded, self.settled = set(), set(), set()
-        self.conditions, self.numbers = [], []
+        self.conditions, self.numbers, self.filled = [], [], set()
         rebound = [(at, name) for at, n in enumerate(self.namespaces) for name in n.changed()]
         writes = [self._rebound(at, name) for at, name in rebound]
         self.conditions += self.counting.comparisons
@@ -324,7 +328,12 @@ class PythonState:
             and set(self._all_uses(at, name)) == {COUNTED}
         ):
             self.numbers.append((at, name))
-        if self._is_fresh(at, name) or name in BOOKKEEPING:
+        if before is not UNSET and set(self._all_uses(at, name)) == {TESTED}:
+            self.unguarded.add((at, name))
+            self.conditions.append(IsNone(namespace.place, name, before is None))
+            if before is None and now is not None:
+                self.filled.add((at, name))
+        elif self._is_fresh(at, name) or name in BOOKKEEPING:
             self.unguarded.add((at, name))
         else:
             self.guarded.add((at, name))

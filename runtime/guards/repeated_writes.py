@@ -47,6 +47,20 @@ class KnownKeys:
         return isinstance(now, dict) and tuple(now) == self.keys[: len(now)]
 
 
+@dataclass(frozen=True, slots=True)
+class IsNone:
+    """A check of a value that the forward changes, and that it only compares with None."""
+
+    place: Place
+    name: str
+    none: bool
+    """Whether it was None."""
+
+    def holds(self, attributes: Attributes) -> bool:
+        """Return whether the value is None as before. ``attributes``: the ``__dict__`` of each module, by position."""
+        return (self.place.find(attributes)[self.name] is None) is self.none
+
+
 def assign(namespace: Any, name: str, value: Any) -> None:
     """Store a value under a name in a dictionary, class or object's attribute; `ModelError` for another namespace."""
     if isinstance(namespace, AttributesByName):

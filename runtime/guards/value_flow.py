@@ -15,6 +15,8 @@ READ = "read"
 """The use may reveal the value."""
 COUNTED = "counted"
 """The value is only an operand of arithmetic with numbers, of comparisons and of truth tests, or is stored back."""
+TESTED = "tested"
+"""The value is only compared with None by ``is``."""
 WRITERS = frozenset({"append", "appendleft", "extend", "extendleft", "add", "update", "clear"})
 """Methods of containers that return nothing and whose effect does not depend on what the container has. They are uses,
 too, under their names, like `ITEM`."""
@@ -36,6 +38,7 @@ _VALUE, _OTHER, _CONSTANT, _OWNER, _METHOD = "value", "other", "constant", "owne
 _NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "KW_NAMES", "NOT_TAKEN"})
 _PUSHES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME"})
 _CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+_NONE_JUMPS = frozenset(n for n in dis.opmap if n.endswith(("_IF_NONE", "_IF_NOT_NONE")))
 _POPS = {
     "BINARY_SUBSCR": 2,
     "BINARY_SLICE": 3,
@@ -64,8 +67,8 @@ def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
 
 @cache
 def use_of(code: CodeType, offset: int, name: str) -> str:
-    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `ITEM` or one
-    of `WRITERS`.
+    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `TESTED`,
+    `ITEM` or one of `WRITERS`.
 
     If it loads no such value there, `READ`.
     """
@@ -83,13 +86,19 @@ def use_of(code: CodeType, offset: int, name: str) -> str:
 
 def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
     """Return how code uses a loaded value, by following it through the instructions ``rest``: `READ` unless it is
-    surely only stored or counted."""
+    surely only stored, counted or tested."""
+    before = load
     for i in rest:
-        name = i.opname
+        name, last, before = i.opname, before, i
         if name in _NOTHING:
+            before = last
             continue
         if i.is_jump_target:
             return READ
+        if name in _NONE_JUMPS and stack[-1] == _VALUE and _VALUE not in stack[:-1]:
+            return TESTED
+        if name == "IS_OP" and stack[-2] == _VALUE and last.opname in _CONSTANTS and last.argval is None:
+            return READ if _VALUE in (*stack[:-2], stack[-1]) else TESTED
         if name == "STORE_SUBSCR" and stack[-2] == _VALUE and _VALUE not in (stack[-1], stack[-3]):
             return ITEM
         if name in ("LOAD_METHOD", "LOAD_ATTR") and stack[-1] == _VALUE:

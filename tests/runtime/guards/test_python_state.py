@@ -86,6 +86,7 @@ class Net(nn.Module):
         self.parts = nn.ModuleDict({"inner": nn.ModuleDict({"last": nn.Identity()})})
         self.parts["inner"]["last"].hits = 0
         self.cached: Any = None
+        self.last: Any = None
         self._hidden = 0
 
     @property
@@ -272,7 +273,23 @@ def some_bytes(s: Any, _: Tensor) -> float:
     return float(1 + s.bytes[0])
 
 
+def filled(s: Any, x: Tensor) -> float:
+    factor = 2.0 if s.last is None else 1.0
+    s.last = x.detach().mean()
+    return factor
+
+
+def emptied(s: Any, x: Tensor) -> float:
+    if s.last is not None:
+        s.last = None
+        return 2.0
+    s.last = x.detach().mean()
+    return 1.0
+
+
 FOLLOWED = (
+    filled,
+    emptied,
     flip,
     first_call,
     shape,
@@ -322,7 +339,7 @@ def reset() -> None:
 def state_of(model: nn.Module) -> str:
     names = (
         "flag first step tau shape many table items names mode settings frozen helpers recent pair ordered tally "
-        "default bytes array _hidden made index cached default_of_class"
+        "default bytes array _hidden made index cached default_of_class last"
     )
     held = {name: getattr(model, name, "absent") for name in names.split()}
     return repr((held, model.slotted.calls, model.helper.calls, model.parts["inner"]["last"].hits))
@@ -429,7 +446,27 @@ def kept_activations(s: Any, x: Tensor) -> Any:
     return torch.stack(s.items).mean()
 
 
+def counted_and_shown(s: Any, _: Tensor) -> float:
+    s.step += 1
+    return float(vars(s)["step"])
+
+
+def shown_after_a_test(s: Any, x: Tensor) -> Any:
+    factor = 1.0 if s.last is None else s.__dict__["last"]
+    s.last = x.detach().mean()
+    return factor
+
+
+def read_after_a_test(s: Any, x: Tensor) -> Any:
+    factor = 1.0 if s.last is None else s.last
+    s.last = x.detach().mean()
+    return factor
+
+
 REFUSED = (
+    counted_and_shown,
+    shown_after_a_test,
+    read_after_a_test,
     property_,
     default,
     growing_tuple,
