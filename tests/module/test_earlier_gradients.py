@@ -127,7 +127,7 @@ def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool
     assert len(said) == 1
     assert said[0].filename == __file__
     assert first <= budget
-    assert len(planned.plans) == 1
+    assert len(planned.plans) == (1 if saved else 2)  # the second one has the smallest peak found with them
     peaks_of_accumulation(plain)
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
