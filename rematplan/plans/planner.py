@@ -29,7 +29,7 @@ from rematplan.plans.in_flight import (
 )
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
-from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
+from rematplan.plans.options import LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
     fixed_bytes,
@@ -132,14 +132,10 @@ class Planner(StepProblems):
         charged, _ = self._with_earlier_gradients(step)
         return split_as_asked(charged, step, charged._trials(step), first)
 
-    def _trials(self, step: CapturedStep) -> SplitTrials | None:
-        """Return what tries splits of a step if they are chosen. A percentage is fixed here: it refers to the step as
-        it is."""
-        limit = None if self.options.several else self.limit(self.problem_at(step)[1])
-        if self.options.split != AUTO_SPLIT:
-            return None
-        if limit is not None:
-            return trials_of_step(self, limit)
+    def _trials(self, step: CapturedStep) -> SplitTrials:
+        """Return what tries splits of a step. A percentage refers to the step as it is."""
+        if not self.options.several:
+            return trials_of_step(self, self.limit(self.problem_at(step)[1]))
         most = most_in_flight(self._stage(step)[1], self.options)
         short = replace(self.options, strategy=strategy_of_trials(self.options))
 

@@ -210,11 +210,12 @@ def trials_of_step(problems: StepProblems, budget: Budget) -> SplitTrials:
 
     def trial(step: CapturedStep) -> SplitTrial:
         graph = problems.problem_at(step)[1]
-        return SplitTrial(
-            graph,
-            lambda: no_recompute(graph).peak,
-            lambda: plan_within(auto, graph, amount or 0).estimate.overhead,
-        )
+
+        def overhead() -> float:
+            assert amount is not None
+            return plan_within(auto, graph, amount).estimate.overhead
+
+        return SplitTrial(graph, lambda: no_recompute(graph).peak, overhead)
 
     return SplitTrials(amount, trial)
 
