@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 from rematplan.ir import InfeasibleBudget, RematplanError, TrainingGraph, UsageError, show_bytes
@@ -23,7 +24,8 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.axis_rules import rule_of
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
-from rematplan.runtime.split.split_step import bounds_of, split_regions, splittable
+from rematplan.runtime.split.row_bits import changed_rows
+from rematplan.runtime.split.split_step import ROWS, bounds_of, split_regions, splittable
 from rematplan.runtime.split.sums_in_place import with_sums_in_place
 
 PARTS = (2, 4, 8, 16)
@@ -141,14 +143,39 @@ def _noted(
     why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
     if any(early_backward(StepUse(step), r) for kind in choice for r in kind):
         why += "; so do all gradients if the loss is scaled by a factor that is no power of two"
+    why += f"; {_about_rows(problems, step, choice)}"
     return RewrittenStep(_split(problems, step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))
+
+
+def _about_rows(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> str:
+    """Return text on whether rows have the same bits in parts: as was tested here if costs are measured here."""
+    if problems.options.costs != PROFILE:
+        lengths = [b - a for kind, k in choice.items() for a, b in pairwise(bounds_of(kind[0], k))]
+        short = f"; parts of fewer than {ROWS} may round otherwise" if min(lengths) < ROWS else ""
+        return (
+            f"rows are taken to have the same bits in parts of {ROWS} rows or more, which is tested only with "
+            f"costs={PROFILE!r}{short}"
+        )
+    if not (changed := _changed(problems, step, choice)):
+        return "the rows of all ops in them were tested here, and have the same bits in parts"
+    ops = ", ".join(dict.fromkeys(str(step.call[name].target) for name in changed))
+    return f"so does all that depends on {len(changed)} of the ops, whose rows have other bits in parts here: {ops}"
+
+
+def _changed(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> tuple[str, ...]:
+    """Return the ops whose rows have other bits in parts; none if costs are not measured here."""
+    if problems.options.costs != PROFILE:
+        return ()
+    parts = {r: k for kind, k in choice.items() for r in kind}
+    return changed_rows(step, split_regions(step, parts), parts)
 
 
 def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
     none if no recomputation is needed.
 
-    Of choices that are about equal, the one with the fewest parts: each part reads the weights again.
+    Of choices that are about equal, one whose rows keep their bits, then the one with the fewest parts: each part reads
+    the weights again.
     """
     amount = chooser.trials.amount
     if amount is not None and chooser.trial({}).kept_peak() <= amount:
@@ -168,7 +195,9 @@ def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     outcomes = [chooser.outcome(choice, cheapest, within) for choice in tried]
     unfit, best = min(outcomes)
     alike = ALIKE if within and not unfit else 0.0
-    return next(choice for choice, one in zip(tried, outcomes, strict=True) if one <= (unfit, best + alike))
+    equal = [choice for choice, one in zip(tried, outcomes, strict=True) if one <= (unfit, best + alike)]
+    kept = (choice for choice in equal if not _changed(chooser.problems, chooser.step, choice))
+    return next(kept, equal[0])
 
 
 def _parts(choice: SplitChoice) -> int:

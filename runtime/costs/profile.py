@@ -49,7 +49,7 @@ _ENOUGH_SECONDS = 0.005
 _MOST_RUNS = 10
 _ALIGNED = 64
 """Bytes. Tensors whose offsets in their storages differ by a multiple of it have the same signature."""
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 
 
 class ProfileWarning(UserWarning):
@@ -71,7 +71,7 @@ def profile_costs(
     """
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
-    file = (cache or cache_folder()) / f"profile-{_machine(step.device)}.json"
+    file = profile_file(step.device, cache)
     known = load_costs(file)
     missing = {s: name for name, s in calls.items() if s not in known}
     times: dict[str, list[float]] = {}
@@ -229,6 +229,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
+
+
+def profile_file(device: torch.device, cache: Path | None = None) -> Path:
+    """Return the file that keeps what was measured on a device. ``cache``: its folder, by default the user's."""
+    return (cache or cache_folder()) / f"profile-{_machine(device)}.json"
 
 
 def _machine(device: torch.device) -> str:

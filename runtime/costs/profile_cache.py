@@ -1,5 +1,5 @@
-"""The cache file of measured costs, read again only if another process changed it, and written for at most `SHARE`
-of the time."""
+"""The cache file of measured costs, and of which kernels keep the bits of rows. It is read again only if another
+process changed it, and written for at most `SHARE` of the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from threading import RLock
 from typing import TypeAlias
@@ -19,6 +19,8 @@ from rematplan.runtime.graph.call_cost import CallCost
 SHARE = 20
 """A file is written again after this many times the seconds that writing it took, or when the process ends."""
 Stamp: TypeAlias = tuple[int, int, int] | None
+Known: TypeAlias = CallCost | bool
+"""What was measured: a call's cost, or whether its rows have the same bits in parts."""
 
 
 @dataclass
@@ -27,10 +29,10 @@ class _Content:
 
     stamp: Stamp = None
     """Inode, size and time of the file when this process last read or wrote it; None if there was none."""
-    entries: dict[str, CallCost] = field(default_factory=dict)
-    """All costs, by signature of the calls."""
-    unsaved: dict[str, CallCost] = field(default_factory=dict)
-    """The costs that are not in the file yet."""
+    entries: dict[str, Known] = field(default_factory=dict)
+    """All that was measured, by signature of the calls."""
+    unsaved: dict[str, Known] = field(default_factory=dict)
+    """What is not in the file yet."""
     due: float = 0.0
     """The earliest `time.monotonic` for the next write, except at exit."""
 
@@ -43,16 +45,22 @@ def load_costs(file: Path) -> dict[str, CallCost]:
     """Return the costs by `profile.signature` in a cache file and those still to be written. A missing or damaged
     file counts as empty."""
     with _lock:
-        return dict(_known(file).entries)
+        return {k: one for k, one in _known(file).entries.items() if isinstance(one, CallCost)}
 
 
-def save_costs(file: Path, costs: Mapping[str, CallCost]) -> None:
-    """Add costs to a cache file, now or, if it was written shortly before, later or at exit. `load_costs` returns
-    them at once."""
+def load_kept_bits(file: Path) -> dict[str, bool]:
+    """Return, by `row_bits` text of calls, whether their rows have the same bits in parts."""
+    with _lock:
+        return {k: one for k, one in _known(file).entries.items() if isinstance(one, bool)}
+
+
+def save_costs(file: Path, found: Mapping[str, Known]) -> None:
+    """Add what was measured to a cache file, now or, if it was written shortly before, later or at exit. It can be
+    loaded at once."""
     with _lock:
         known = _known(file)
-        known.entries.update(costs)
-        known.unsaved.update(costs)
+        known.entries.update(found)
+        known.unsaved.update(found)
         if time.monotonic() >= known.due:
             _write(file, known)
 
@@ -74,23 +82,24 @@ def _stamp(file: Path) -> Stamp:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read(file: Path) -> dict[str, CallCost]:
+def _read(file: Path) -> dict[str, Known]:
     data = read_cached(file)
     if data is None:
         return {}
     try:
-        return {
-            str(k): CallCost(float(cost), int(workspace), tuple(map(int, results)), int(library))
-            for k, (cost, workspace, results, library) in data.items()  # type: ignore[attr-defined]
-        }
+        return {str(k): one if isinstance(one, bool) else _cost(*one) for k, one in data.items()}  # type: ignore[attr-defined]
     except (ValueError, TypeError, AttributeError) as error:
         report_damage(file, str(error))
         return {}
 
 
+def _cost(time: float, workspace: int, results: list[int], library: int) -> CallCost:
+    return CallCost(float(time), int(workspace), tuple(map(int, results)), int(library))
+
+
 def _write(file: Path, known: _Content) -> None:
     began = time.monotonic()
-    rows = {k: (c.time, c.workspace, c.results, c.library) for k, c in known.entries.items()}
+    rows = {k: one if isinstance(one, bool) else astuple(one) for k, one in known.entries.items()}
     write_cached(file, json.dumps(rows))
     known.unsaved.clear()
     known.stamp = _stamp(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.module.captures import capture_call
 from rematplan.module.plan_access import runner_of
+from rematplan.plans import splitting
 from rematplan.plans.options import PlanOptions, stated_splits
 from rematplan.plans.planner import Planner
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -146,6 +148,21 @@ def test_a_note_names_what_is_split(model: Head, tokens: Tensor, caplog: pytest.
     assert "differ from the unsplit ones by rounding" in note
 
 
+def test_a_note_says_whether_rows_keep_their_bits_here() -> None:
+    """A small image alone has another kernel of convolutions on many CPUs, so that its part rounds."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 24, 1), nn.Tanh(), nn.Conv2d(24, 2, 1)), torch.randn(2, 3, 8, 8)
+    step = capture_call(model, (x,), {})[1]
+    options = PlanOptions(budget="min", strategy=QUICK, refine=False, split=(("model", 2),))
+    (note,) = Planner(options).plan(step).notes
+    parts = torch.cat([model[0](one) for one in x.split(1)])
+    changes = not torch.equal(parts, model[0](x))
+    said = "other bits in parts here: aten.convolution.default" if changes else "have the same bits in parts"
+    assert said in note
+    (note,) = Planner(replace(options, costs="roofline")).plan(step).notes
+    assert "which is tested only with costs='profile'; parts of fewer than 16 may round" in note
+
+
 def test_each_shape_is_split_anew(model: Head, tokens: Tensor) -> None:
     found = planned(model, tokens, budget="50%", split={"loss": 4})
     for batch in (tokens, tokens[:2], tokens[:3, :77], tokens[:1, :1], tokens[:0], tokens):
@@ -224,3 +241,21 @@ def test_every_size_in_a_range_is_split_before_training(model: Head, tokens: Ten
 def test_what_excludes_splits(model: Head, tokens: Tensor) -> None:
     with pytest.raises(UsageError, match="split='auto' cannot be combined with a saved plan"):
         planned(model, tokens, strategy=rematplan.SavedPlan("plan.json"), split="auto")
+
+
+def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(
+    model: Head, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts would do, but their rows change."""
+    step = capture_call(model, (tokens,), {})[1]
+    fixed = sum(2 * p.nbytes for p in model.parameters())
+    budget = str(fixed + 5 * 128 * 4000 * 4)
+    options = PlanOptions(budget=budget, strategy=QUICK, costs="roofline", refine=False, split="auto")
+
+    def changed(problems: object, step: object, choice: Any) -> tuple[str, ...]:
+        return ("mm",) if 2 in choice.values() else ()
+
+    monkeypatch.setattr(splitting, "_changed", changed)
+    monkeypatch.setattr(splitting, "ALIKE", 1.0)
+    (note,) = Planner(options).plan(step).notes
+    assert "loss in 4 parts" in note

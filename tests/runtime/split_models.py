@@ -87,3 +87,17 @@ def split(step: CapturedStep, regions: Iterable[SplitRegion], parts: int) -> Cap
 def planned(module: nn.Module, step: CapturedStep) -> PlannedStep:
     free = {c.name: CallCost(1.0) for c in step.priced_calls}
     return PlannedStep(module, step, no_recompute(problem(step, free)).schedule)
+
+
+def split_weights(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> set[str]:
+    """The names of the gradients that are sums over parts, those of biases and scales included."""
+    sums = {v for r in regions for v, s in r.states.items() if s == "sum"}
+    storages = {step.values[v].storage for v in sums}
+    for call in step.calls:  # a gradient to which another is added
+        if not storages.isdisjoint(step.reads(call)):
+            storages |= set(step.writes(call))
+    return {
+        f"gradient {o.target.removeprefix('model.')}"
+        for o in step.outputs
+        if step.values[o.value].storage in storages
+    }

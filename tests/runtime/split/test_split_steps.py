@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from planned_steps import PlannedStep, problem, verify
-from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, split, tokens
+from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, split, split_weights, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,24 +18,9 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split import split_step
 from rematplan.runtime.split.regions import SplitRegion, find_regions
 from rematplan.runtime.split.split_step import bounds_of
-
-
-def split_weights(step: CapturedStep, regions: tuple[SplitRegion, ...]) -> set[str]:
-    """The names of the gradients that are sums over parts, those of biases and scales included."""
-    sums = {v for r in regions for v, s in r.states.items() if s == "sum"}
-    storages = {step.values[v].storage for v in sums}
-    for call in step.calls:  # a gradient to which another is added
-        if not storages.isdisjoint(step.reads(call)):
-            storages |= set(step.writes(call))
-    return {
-        f"gradient {o.target.removeprefix('model.')}"
-        for o in step.outputs
-        if step.values[o.value].storage in storages
-    }
 
 
 @pytest.mark.parametrize("name", CASES)
