@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.auditing.comparison import compared, error_faults, watched
+from rematplan.auditing.compiled import (
+    compiled_anew,
+    in_eager_mode,
+    note_of_compiled,
+    unwrapped,
+)
 from rematplan.auditing.faults import Fault
 from rematplan.auditing.measured_steps import Measured, measured, planned
 from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.step_runs import Step, default_loss
-from rematplan.ir import UsageError, first_line, show_bytes
+from rematplan.ir import first_line, show_bytes
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.runtime.graph.compat import OptimizedModule
 
 
 @dataclass(frozen=True)
@@ -88,30 +94,37 @@ def audit(
         UsageError: the loss trains no parameter, or the parameters of ``plain`` are not those of the model.
         ModelError: the step does not run without its checkpointing.
     """
-    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
-        raise UsageError(
-            "audit the model before torch.compile: a compiled model does not run without its own plan"
-        )
     named = dict(args) if isinstance(args, Mapping) else {}
     given = (args,) if isinstance(args, torch.Tensor) else () if named else tuple(args)
-    step = Step(model, given, {**named, **(kwargs or {})}, loss or default_loss, model)
+    with unwrapped(model) as (original, called, wrapped):
+        step = Step(
+            original, given, {**named, **(kwargs or {})}, loss or default_loss, called, wrapped=wrapped
+        )
+        return _audited(step, plain, plan, progress)
+
+
+def _audited(step: Step, plain: Callable[..., Any] | None, plan: bool, progress: Progress) -> Audit:
     progress(0.0, "watching")
     seen, error = watched(step)
+    step = replace(step, compiled=seen.compiled)
+    anew, eager = (compiled_anew, in_eager_mode) if seen.compiled else (nullcontext, nullcontext)
     progress(0.2, "comparing")
-    result = error_faults(step, seen, error) if error else compared(step, seen, plain)
+    with anew():
+        result = error_faults(step, seen, error) if error else compared(step, seen, plain)
     progress(0.6, "measuring")
     without = measured(step, lambda: plain_path(result.differentiated))
-    own = measured(step) if result.ran else None
-    best, notes = None, result.notes
+    own = measured(step, step.wrapped) if result.ran else None
+    best, notes = None, (*result.notes, *([note_of_compiled(seen.draws)] if seen.compiled else []))
     if plan and own is not None:
         progress(0.8, "planning")
         try:
-            best = planned(step, own.peak)
+            with eager():
+                best = planned(step, own.peak)
             if best.peak > own.peak:
                 over = show_bytes(best.peak - own.peak)
                 notes = (*notes, f"no plan at this peak was found; the one shown needs {over} more")
         except Exception as refusal:  # of any kind: a plan is no part of the question
             notes = (*notes, f"no plan at this peak: {first_line(refusal)}")
     progress(1.0, "done")
-    name = type(model).__name__
+    name = type(step.model).__name__
     return Audit(name, result.faults, notes, len(seen.regions), seen.recomputed, without, own, best)

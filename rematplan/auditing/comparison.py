@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from rematplan.auditing.compiled import Context, in_eager_mode
+from rematplan.auditing.compiled_faults import faults_of_compiled
 from rematplan.auditing.faults import (
     Fault,
     StepDifferences,
@@ -24,7 +25,15 @@ from rematplan.auditing.faults import (
 )
 from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.recomputations import Watched, watched_step
-from rematplan.auditing.step_runs import Results, Step, in_float64, restored, results_of
+from rematplan.auditing.step_runs import (
+    Results,
+    Step,
+    in_float64,
+    random_states,
+    restored,
+    results_of,
+    rounding_of,
+)
 from rematplan.ir import ModelError, UsageError, first_line
 from rematplan.module.verification import dense, same_bits
 from rematplan.runtime.capture.patches.autograd_functions import Kind
@@ -33,11 +42,6 @@ ROUNDING = 1e-6
 """A relative difference that is larger than this in float64 is no rounding error."""
 NOISE = 10.0
 """How much larger than the difference of two plain runs a difference must be."""
-
-SUMS = 100
-"""The largest relative rounding error without a run in float64, as a multiple of the type's."""
-
-Path = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,26 @@ class Comparison:
 
 
 def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
-    """Run one step with its own checkpointing, after ``earlier`` steps. Return what was seen in it, and the error that
-    it raised, if any."""
-    with restored(step), ExitStack() as stack:
+    """Run one step with its own checkpointing, in eager mode, after ``earlier`` steps. Return what was seen in it, and
+    the error that it raised, if any."""
+    with restored(step), in_eager_mode() as compiled_calls, ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         for _ in range(earlier):
             step.run(*step.fresh())
         seen = stack.enter_context(watched_step(step.model))
+        before = random_states()
         try:
-            step.run(*step.fresh())
+            with step.wrapped():
+                step.run(*step.fresh())
         except UsageError as error:
             if all(region.inputs_train for region in seen.regions):
                 raise
             return seen, error
         except Exception as error:  # of any kind: that of a fault
             return seen, error
+        finally:
+            seen.compiled = bool(compiled_calls)
+            seen.draws = random_states() != before
     return seen, None
 
 
@@ -101,6 +111,11 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
     notes += note_of_flags(step.model, seen)
     for earlier, found in enumerate(steps):
         if found.names and not (earlier and faults):
+            if seen.compiled:
+                of_compiled, more = faults_of_compiled(step, found, expected, earlier, seen.draws)
+                faults, notes = [*faults, *of_compiled], [*notes, *more]
+                if of_compiled or more:
+                    break
             of_step = watched(step, earlier)[0] if earlier else seen
             faults += faults_of(step.model, found, of_step, second=bool(earlier))
     own_backwards = {r.function.__name__ for r in seen.regions if r.function and r.function not in used}
@@ -116,7 +131,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
         rounding += more
         faults += faults_of(step.model, found, seen) if not faults else ()
     notes += rounding if not faults else ()
-    if not (seen.checkpointed or seen.regions or faults):
+    if not (seen.checkpointed or seen.regions or faults or seen.compiled):
         notes.append("nothing is recomputed: no checkpointing ran in this step")
     return Comparison(tuple(faults), tuple(notes), used)
 
@@ -165,7 +180,7 @@ def _notes_of_noise(noise: StepDifferences) -> list[str]:
 
 
 def _without_rounding(
-    step: Step, other: Step, path: Path, steps: Sequence[StepDifferences], seen: Watched | None
+    step: Step, other: Step, path: Context, steps: Sequence[StepDifferences], seen: Watched | None
 ) -> tuple[list[StepDifferences], list[str]]:
     """Leave out what differs by rounding only, in float64 if the step runs there, and return a note on that."""
     tensors = [d for found in steps for d in found.tensors]
@@ -175,7 +190,7 @@ def _without_rounding(
     kept = []
     for at, found in enumerate(steps):
         if wide is None:
-            some = [d for d in found.tensors if not d.relative <= _rounding_of(step)]
+            some = [d for d in found.tensors if not d.relative <= rounding_of(step)]
         else:
             some = [d for d in found.tensors if not wide[at].get(d.name, 0.0) <= ROUNDING]
         kept.append(replace(found, tensors=tuple(some)))
@@ -187,7 +202,7 @@ def _without_rounding(
     return kept, [f"rounding errors, at most {worst.relative:.1e} ({worst.name}); {how}"]
 
 
-def _float64_errors(step: Step, other: Step, path: Path) -> list[dict[str, float]] | None:
+def _float64_errors(step: Step, other: Step, path: Context) -> list[dict[str, float]] | None:
     if any(hasattr(p, "__tensor_flatten__") for p in step.model.parameters()):
         return None  # FSDP2 knows the types that its parameters had
     try:
@@ -199,13 +214,6 @@ def _float64_errors(step: Step, other: Step, path: Path) -> list[dict[str, float
         return None
     found = [differences(*pair) for pair in zip(plain, own, strict=True)]
     return [{d.name: d.relative for d in step_.tensors} for step_ in found]
-
-
-def _rounding_of(step: Step) -> float:
-    kinds = {p.dtype for p in step.model.parameters() if p.is_floating_point()}
-    kinds |= {kind for _, enabled, kind in step.autocast if enabled}
-    eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-    return min(SUMS * eps, math.sqrt(eps))
 
 
 def _against(

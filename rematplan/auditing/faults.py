@@ -181,6 +181,11 @@ def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
     ]
 
 
+COMPILER = "torch.compile gives other results than eager mode"
+BACKENDS = (
+    'look for code that asks torch.compiler.is_compiling(); if there is none, compile with backend="aot_eager" to see '
+    "whether Inductor is the cause"
+)
 NO_GRADIENT = "parameters in a reentrant checkpoint get no gradient, because no input of it requires one"
 TRAIN_INPUTS = (
     "use_reentrant=False, or call requires_grad_() on an input (Hugging Face: enable_input_require_grads)"
@@ -355,3 +360,12 @@ def of_first_differences(seen: Watched) -> Iterator[Fault]:
         d for d in _first_differences(seen) if d.error > ROUNDING or d.first.autocast != d.again.autocast
     ]:
         yield _of_op(found, ("recomputed values",), found[0].error)
+
+
+def of_compiler(found: StepDifferences, cause: str = COMPILER, advice: str = BACKENDS) -> Fault:
+    """Return the fault of a step that is right in eager mode, and gives other results when it is compiled."""
+    worst = max(found.tensors, key=lambda d: d.relative, default=None)
+    module = worst.name.partition(" ")[2].rpartition(".")[0] if worst else ""
+    return _fault(
+        cause, found.names, error=worst.relative if worst else math.inf, module=module, advice=advice
+    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematplan.auditing.compiled import Context
 from rematplan.auditing.step_runs import Step, restored
 from rematplan.plan_any_module import plan_module
 from rematplan.planner.auto.auto_strategy import Auto
@@ -31,7 +31,7 @@ class Measured:
     seconds: float
 
 
-def measured(step: Step, path: Callable[[], AbstractContextManager[object]] = nullcontext) -> Measured:
+def measured(step: Step, path: Context = nullcontext) -> Measured:
     """Measure a step in the context ``path``, and restore the state."""
 
     def run() -> None:

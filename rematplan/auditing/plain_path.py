@@ -1,4 +1,4 @@
-"""Run a model without its own checkpointing."""
+"""Run a model without its own checkpointing, in eager mode."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from torch.autograd import Function
 
+from rematplan.auditing.compiled import in_eager_mode
 from rematplan.runtime.capture.patches.autograd_functions import without_own_backwards
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.graph.compat import PUSH_SAVED_TENSORS_HOOKS, c_autograd
@@ -18,7 +19,7 @@ from rematplan.runtime.graph.compat import PUSH_SAVED_TENSORS_HOOKS, c_autograd
 @contextmanager
 def plain_path(recomputing: Collection[type[Function]] = ()) -> Iterator[None]:
     """Disable `torch.utils.checkpoint` and hooks on saved tensors, inside the block and in this thread, and
-    differentiate the forwards of ``recomputing`` by autograd."""
+    differentiate the forwards of ``recomputing`` by autograd. Compiled code runs in eager mode."""
     thread, push = get_ident(), getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
 
     def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
@@ -31,6 +32,7 @@ def plain_path(recomputing: Collection[type[Function]] = ()) -> Iterator[None]:
         without_checkpoints(),
         without_own_backwards(recomputing),
         patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, pushed),
+        in_eager_mode(),
     ):
         yield
 

@@ -96,6 +96,10 @@ class Watched:
     """The names of hooks that pack saved tensors, except those of checkpoints."""
     recomputed: int = 0
     """The number of ops that ran in recomputations."""
+    compiled: bool = False
+    """Whether `torch.compile` compiled a part of the step; it was watched in eager mode."""
+    draws: bool = False
+    """Whether the step draws random numbers."""
 
     @property
     def recomputing(self) -> list[Region]:

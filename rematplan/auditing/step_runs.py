@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematplan.auditing.compiled import Context, same_random_numbers
 from rematplan.auditing.python_state import Holder, holders_of, hook_places, same_state, state_of, title
 from rematplan.auditing.recomputations import Autocast, autocast_state
 from rematplan.ir import UsageError
@@ -22,6 +24,8 @@ from rematplan.runtime.graph.generator_states import all_states
 STEPS = 2
 """The steps of a run; their gradients accumulate."""
 GOLDEN_ANGLE = 2.399963229728653
+SUMS = 100
+"""The largest relative rounding error without a run in float64, as a multiple of the type's."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class Step:
     """What is called with the inputs: the model, or another implementation of it."""
     autocast: Autocast = field(default_factory=autocast_state)
     """The autocast state of the forward; the backward runs without autocast."""
+    wrapped: Context = nullcontext
+    """The context in which the step runs with its own checkpointing, and compiled as it is."""
+    compiled: bool = False
+    """Whether `torch.compile` compiled a part of it."""
 
     @cached_property
     def models(self) -> list[nn.Module]:
@@ -48,9 +56,14 @@ class Step:
         """The device of the parameters."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
+    @property
+    def as_it_is(self) -> Context:
+        """The context in which the step is compared."""
+        return partial(same_random_numbers, self.wrapped) if self.compiled else self.wrapped
+
     def of(self, called: Callable[..., Any]) -> Step:
         """Return the same step with another implementation of the model."""
-        return replace(self, called=called)
+        return replace(self, called=called, wrapped=nullcontext)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Run forward and backward, and return the loss, detached; `UsageError` unless it is one number that trains."""
@@ -114,15 +127,16 @@ def restored(step: Step) -> Iterator[list[Holder]]:
         yield holders
 
 
-def results_of(step: Step, path: Callable[[], AbstractContextManager[object]] = nullcontext) -> list[Results]:
-    """Run `STEPS` steps inside of ``path``, and restore the state. Return what each leaves behind."""
+def results_of(step: Step, path: Context | None = None) -> list[Results]:
+    """Run `STEPS` steps inside of ``path``, or as they are, and restore the state. Return what each leaves behind."""
     found = []
-    with restored(step) as holders, path(), _counted_hooks(step.model) as firings:
+    with restored(step) as holders, _counted_hooks(step) as firings:
         before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
         for _ in range(STEPS):
             firings.clear()
             args, kwargs = step.fresh()
-            loss = step.run(args, kwargs)
+            with (path or step.as_it_is)():
+                loss = step.run(args, kwargs)
             found.append(_results(step, loss, (args, kwargs), holders, before, dict(firings)))
     return found
 
@@ -149,7 +163,7 @@ def _results(
     leaves = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     tensors |= {f"gradient input {i}": t.grad for i, t in enumerate(leaves) if t.grad is not None}
     tensors |= {f"buffer {name}": b.clone() for name, b in step.model.named_buffers()}
-    others: dict[str, Any] = {f"random state of {k}": _bytes(v) for k, v in all_states().items()}
+    others: dict[str, Any] = {**random_states()}
     others |= {f"firings {name}": count for name, count in firings.items()}
     for name, value in state_of(holders).items():
         if isinstance(value, torch.Tensor):
@@ -159,12 +173,25 @@ def _results(
     return Results(tensors, others)
 
 
+def rounding_of(step: Step) -> float:
+    """Return the largest relative difference that may be rounding, from the types of parameters and autocast."""
+    kinds = {p.dtype for p in step.model.parameters() if p.is_floating_point()}
+    kinds |= {kind for _, enabled, kind in step.autocast if enabled}
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    return min(SUMS * eps, math.sqrt(eps))
+
+
+def random_states() -> dict[str, bytes]:
+    """Return the states of all global random number generators, by name."""
+    return {f"random state of {k}": _bytes(v) for k, v in all_states().items()}
+
+
 def _bytes(state: Any) -> bytes:
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 @contextmanager
-def _counted_hooks(model: nn.Module) -> Iterator[dict[str, int]]:
+def _counted_hooks(step: Step) -> Iterator[dict[str, int]]:
     """Count inside the block how often each hook of the model runs, by the hook's name and what it belongs to."""
     counts: dict[str, int] = {}
 
@@ -175,7 +202,9 @@ def _counted_hooks(model: nn.Module) -> Iterator[dict[str, int]]:
 
         return run
 
-    places = hook_places(model)
+    # Compiled code has the hooks that modules had when it was compiled.
+    parameters = dict(step.model.named_parameters())
+    places = [place for place in hook_places(step.model) if not step.compiled or place.of in parameters]
     originals = [dict(place.hooks) for place in places]
     for place in places:
         kind = "gradient hook" if place.of_gradients else "forward hook"

@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.eval_frame import _callback_from_stance as callback_from_stance
     from torch._dynamo.exc import TorchDynamoException
     from torch._dynamo.source import LocalSource
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
@@ -162,6 +163,7 @@ LATER = {
     ),
     "apply_to_tensors": ("torch.distributed.utils", "_apply_to_tensors"),
     "boxed_nop": ("torch._dynamo.backends.debugging", "boxed_nop"),
+    "callback_from_stance": ("torch._dynamo.eval_frame", "_callback_from_stance"),
     "clear_cublas_workspaces": ("torch._C", "_cuda_clearCublasWorkspaces"),  # missing in CPU builds
     "compile_fx": ("torch._inductor.compile_fx", "compile_fx"),
     "compile_fx_inner": ("torch._inductor.compile_fx", "compile_fx_inner"),
@@ -287,6 +289,7 @@ __all__ = [
     "at_end_of_backward",
     "boxed_nop",
     "c_autograd",
+    "callback_from_stance",
     "clear_cublas_workspaces",
     "compile_fx",
     "compile_fx_inner",

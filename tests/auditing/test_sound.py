@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from rematplan import audit
-from rematplan.ir import UsageError
 
 WIDTH = broken.WIDTH
 
@@ -348,13 +347,6 @@ def test_a_flag_that_some_layers_ignore_is_a_note() -> None:
     found = audit(model, (batch(),), plan=False)
     assert found.sound
     assert found.notes[0].endswith("set in 2 modules of Flagged; in blocks.1 nothing is recomputed")
-
-
-def test_a_compiled_layer_is_refused() -> None:
-    model, args = plain_blocks(False)
-    model.blocks[0].compile(backend="eager")
-    with pytest.raises(UsageError, match=r"before torch\.compile"):
-        audit(model, args)
 
 
 def test_a_loss_that_is_no_number_is_a_note() -> None:
