@@ -173,6 +173,12 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     return proven if status == "optimal" else replace(proven, status=status)
 
 
+def ops_of_plan(data: object) -> frozenset[str]:
+    """Return the names of the ops that a plan in JSON data runs; none if the data is no plan."""
+    steps = data.get("steps") if isinstance(data, dict) else None
+    return frozenset(str(one[1]) for one in steps or () if len(one) == 2 and one[0] == "run")
+
+
 def _over(plan: Plan, graph: TrainingGraph, stated: object) -> str:
     """Return the error message for a plan, read from a file, that exceeds its budget. ``stated``: the peak that the
     file states."""

@@ -114,7 +114,8 @@ def plan_pipeline(
             DistributedDataParallel. Each of them then holds buckets of gradients, copies of buffers that are broadcast,
             and a copy of the outputs of each micro-batch in flight.
         split: ``off``, ``auto``, or names of modules and the number of parts in which their ops run, as for
-            `plan_module`. Cuts are chosen without splits. Not with ``dataflow``; ``auto`` not with ``plans``.
+            `plan_module`. Cuts are chosen without splits. Not with ``dataflow``. With ``plans``, ``auto`` splits what
+            they split.
         policy: what must be saved, as for `plan_module`. Cuts are chosen without it. Not with ``dataflow``.
 
     Raises:
@@ -142,17 +143,13 @@ def plan_pipeline(
     for name, stated in {"split": asked.split != UNSPLIT, "policy": bool(asked.policy)}.items():
         if stated and order.name in CHANNELS:
             raise UsageError(f"{order.name} cannot be combined with {name}")
-    if plans is not None and asked.split == AUTO_SPLIT:
-        raise UsageError(
-            "split='auto' cannot be combined with plans; state the splits that they were made for"
-        )
     budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)
     ranks = None if ranks is None else tuple(ranks)
     if wrong := [rank for rank in ranks or () if rank not in range(order.ranks)]:
         raise UsageError(f"ranks has {wrong[0]!r}; the ranks of this pipeline are 0 to {order.ranks - 1}")
-    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss)
+    pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss, plans)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     if plans is None:
         made = rank_plans(order, wanted, pipe.parts, pipe.budget, asked)
@@ -172,9 +169,10 @@ def captured_pipeline(
     ranks: Iterable[int] | None = None,
     parallel: DataParallel = ALONE,
     loss: tuple[LossFunction, torch.Tensor] | None = None,
+    plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Pipeline:
     """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans; `UsageError`
-    unless there is a cut between each two stages."""
+    unless there is a cut between each two stages. ``plans``: with which ``split="auto"`` splits as in them."""
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:
@@ -207,7 +205,7 @@ def captured_pipeline(
         steps = [part.step for part in parts.values() if isinstance(part, CapturedStage)]
         check_names(asked.policy, steps, type(model).__name__)
     amount = budget_bytes(stated, order, parts)  # a percentage refers to the step without splits
-    return Pipeline(order, tuple(cuts), amount, with_splits(order, wanted, parts, amount, asked), {})
+    return Pipeline(order, tuple(cuts), amount, with_splits(order, wanted, parts, amount, asked, plans), {})
 
 
 def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:

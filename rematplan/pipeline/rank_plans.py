@@ -13,7 +13,7 @@ from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
 from rematplan.pipeline.frozen_stage import FrozenStage, frozen_stage
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
-from rematplan.planner.core.plan import Plan, plan_from_json
+from rematplan.planner.core.plan import Plan, ops_of_plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -25,7 +25,13 @@ from rematplan.plans.in_flight import stage_planner, trial_of_rank
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
-from rematplan.plans.splitting import SplitTrial, SplitTrials, split_as_asked, strategy_of_trials
+from rematplan.plans.splitting import (
+    SplitTrial,
+    SplitTrials,
+    split_as_asked,
+    split_as_planned,
+    strategy_of_trials,
+)
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
@@ -134,18 +140,23 @@ def with_splits(
     parts: Mapping[int, CapturedPart],
     budget: int,
     asked: PlanOptions,
+    plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[int, CapturedPart]:
     """Return the parts with the ops of these ranks' stages split along rows, as the options say or, if those leave it
-    open, for ``budget`` bytes; `UsageError` if a module that they name has no ops that can be split."""
+    open, as in the stages' ``plans``, else for ``budget`` bytes; `UsageError` if a named module has no such ops."""
     split = dict(parts)
     for rank in ranks if asked.split != UNSPLIT else ():
         for number in order.stage_of_rank[rank]:
             part = split[number]
             if isinstance(part, CapturedStage):
-                trials = (
-                    _trials(order, rank, split, number, budget, asked) if asked.split == AUTO_SPLIT else None
-                )
-                changed = split_as_asked(part.planner, part.original, trials)
+                planner, step = part.planner, part.original
+                if asked.split != AUTO_SPLIT:
+                    changed = split_as_asked(planner, step)
+                elif plans is not None:
+                    changed = split_as_planned(planner, step, ops_of_plan(plans.get(number)))
+                else:
+                    trials = _trials(order, rank, split, number, budget, asked)
+                    changed = split_as_asked(planner, step, trials)
                 for note in changed.notes:
                     LOG.info("%s", note)
                 split[number] = part.rewritten(changed.step) if changed.notes else part

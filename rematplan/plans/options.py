@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from rematplan.ir import TrainingGraph, UsageError
+from rematplan.ir.problem_json import read_json
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import stated_limit
-from rematplan.planner.core.plan import Plan, load_plan
+from rematplan.planner.core.plan import Plan, load_plan, ops_of_plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.registry import LIMIT, checked, strategy
 from rematplan.planner.strategies.reversible import Reversible
@@ -62,6 +63,11 @@ class SavedPlan(Strategy):
         """
         del budget, progress, starts
         return load_plan(self.path, graph)
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """The names of the ops in the file's plan."""
+        return ops_of_plan(read_json(self.path))
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,6 @@ class Condition:
 
 SPLIT = Condition("split", lambda o: o.split != UNSPLIT)
 SEVERAL = Condition("plan_stage", lambda o: o.several)
-CHOSEN = Condition("split='auto'", lambda o: o.split == AUTO_SPLIT)
 FUSED = Condition("kernels='fused'", lambda o: o.fuses)
 TWO_LANES = Condition("two lanes", lambda o: o.strategy.two_lanes not in (OFF, None))
 SAVED = Condition("a saved plan", lambda o: o.saved is not None)
@@ -232,7 +237,6 @@ EXCLUDED = (
     (FUSED, TWO_LANES),
     (FUSED, Condition("inverses", lambda o: o.inverting)),
     (FUSED, Condition("a policy", lambda o: bool(o.policy))),
-    (CHOSEN, SAVED),
 )
 """Pairs of options that exclude each other."""
 

@@ -29,7 +29,7 @@ from rematplan.plans.in_flight import (
 )
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.op_costs import PROFILE, priced
-from rematplan.plans.options import LEAST, RAISE, UNSPLIT
+from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
     fixed_bytes,
@@ -47,6 +47,7 @@ from rematplan.plans.splitting import (
     SplitTrials,
     about_splits,
     split_as_asked,
+    split_as_planned,
     strategy_of_trials,
     trials_of_step,
 )
@@ -130,6 +131,8 @@ class Planner(StepProblems):
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
+        if self.options.split == AUTO_SPLIT and self.options.saved is not None:
+            return split_as_planned(charged, step, self.options.saved.ops)
         return split_as_asked(charged, step, charged._trials(step), first)
 
     def _trials(self, step: CapturedStep) -> SplitTrials:

@@ -11,7 +11,7 @@ from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.cut_bounds import PeakBound
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.in_place_calls import IN_PLACE
-from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 
 def split_floor(step: CapturedStep, graph: TrainingGraph, regions: Sequence[SplitRegion]) -> PeakBound:
@@ -21,16 +21,18 @@ def split_floor(step: CapturedStep, graph: TrainingGraph, regions: Sequence[Spli
     """
     split = {name for region in regions for name in region.calls}
     in_parts = {storage for name in split for storage in step.writes(step.call[name])}
-    # A sum of what regions make may be computed in the memory of an operand.
-    uncounted = split | {call.name for call in step.calls if call.target in IN_PLACE}
+    # What only gradients of weights depend on may be computed in the memory of an operand.
+    use = StepUse(step)
+    in_place = {c.name for c in step.calls if c.target in IN_PLACE and use.of_weights.issuperset(c.made)}
     inputs, needed = set(graph.inputs), precedence(graph).needed
     floor = PeakBound(graph.input_bytes + sum(graph.size[t] for t in {*graph.outputs} - inputs), None)
     for at, op in enumerate(graph.ops):
-        if needed >> at & 1 and op.name not in uncounted:
-            made = in_parts & set(op.reads)
-            bytes_ = sum(graph.size[t] for t in {*op.reads, *op.writes} - inputs - in_parts)
-            # Its workspace may be smaller if an operand that was joined has other strides.
-            bytes_ += sum(_needed(step, graph, op, t) for t in made) if made else op.workspace
+        if needed >> at & 1 and op.name not in split:
+            made, sums = in_parts & set(op.reads), op.name in in_place
+            whole = {*op.reads, *(() if sums else op.writes)} - inputs - in_parts
+            bytes_ = sum(graph.size[t] for t in whole) + sum(_needed(step, graph, op, t) for t in made)
+            # Its workspace may be smaller in place, or if an operand that was joined has other strides.
+            bytes_ += 0 if made or sums else op.workspace
             if graph.input_bytes + bytes_ > floor.bytes:
                 floor = PeakBound(graph.input_bytes + bytes_, op.name)
     return floor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -106,6 +106,23 @@ def split_as_asked(
             )
         parts |= {(r,): k for r in inside}
     return _noted(problems, step, parts)
+
+
+def split_as_planned(problems: StepProblems, step: CapturedStep, ops: Collection[str]) -> RewrittenStep:
+    """Return a step with the splits for which a plan was made. ``ops``: the names of the plan's ops, which tell the
+    parts."""
+    last: dict[str, int] = {}
+    for name, _, part in (op.partition(".") for op in ops):
+        if part.isdigit():
+            last[name] = max(int(part), last.get(name, 0))
+    choice: dict[SplitKind, int] = {}
+    for kind in kinds_of(step, splittable(step, find_regions(step))) if last else ():
+        for region in kind:
+            k = 1 + max(last.get(name, 0) for name in region.calls)
+            same = next((one for one in choice if choice[one] == k and one[0] in kind), ())
+            choice.pop(same, None)
+            choice |= {(*same, region): k} if k > 1 else {}
+    return _noted(problems, step, choice)
 
 
 def kinds_of(step: CapturedStep, regions: Sequence[SplitRegion]) -> tuple[SplitKind, ...]:

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,9 +239,14 @@ def test_every_size_in_a_range_is_split_before_training(model: Head, tokens: Ten
         found(tokens.new_zeros(5, 128))
 
 
-def test_what_excludes_splits(model: Head, tokens: Tensor) -> None:
-    with pytest.raises(UsageError, match="split='auto' cannot be combined with a saved plan"):
-        planned(model, tokens, strategy=rematplan.SavedPlan("plan.json"), split="auto")
+def test_a_saved_plan_says_what_is_split(model: Head, tokens: Tensor, tmp_path: Path) -> None:
+    for split, name in (("auto", "auto.json"), ({"head": 4, "mlp": 2}, "stated.json"), ("off", "off.json")):
+        found = planned(model, tokens, budget="min" if split == "off" else "80%", split=split)
+        rematplan.save_plan(found.plan, tmp_path / name)
+        again = planned(model, tokens, strategy=rematplan.SavedPlan(tmp_path / name), split="auto")
+        assert again.plan.schedule == found.plan.schedule
+        expected = gradients(model, found, tokens)
+        torch.testing.assert_close(gradients(model, again, tokens), expected, rtol=0, atol=0)
 
 
 def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(

@@ -19,6 +19,7 @@ from rematplan.pipeline import plan_pipeline
 from rematplan.pipeline.auto_cuts import agreed
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.schedules import schedule_named
+from rematplan.planner.core.plan import plan_to_json
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.pipeline.messages import CONNECTING, RANDOM_STATE, message_memory
 from rematplan.planner.pipeline.stage_plan import MessageBytes
@@ -67,7 +68,7 @@ def planned(
         ({"strategy": rematplan.Auto(two_lanes="on")}, UsageError, "cannot be combined with two lanes"),
         ({"strategy": rematplan.SavedPlan("x.json")}, UsageError, "cannot be combined with a saved plan"),
         ({"strategy": rematplan.Auto(moves=9)}, UsageError, "cannot be combined with counted moves of auto"),
-        ({"split": "auto", "plans": {}}, UsageError, "split='auto' cannot be combined with plans"),
+        ({"split": "auto", "plans": {}}, UsageError, "plans has no plan of stage 0"),
         ({"split": {"block": 2}}, UsageError, "no stage has ops of a module 'block'; similar: blocks"),
         (
             {"split": {"head": 2}, "schedule": "dataflow"},
@@ -125,6 +126,10 @@ def test_splits_are_chosen_for_a_rank_that_needs_them(caplog: pytest.LogCaptureF
     for one, other in zip(planned_.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+    plan = pipe.ranks[0].plans[0]
+    again = planned_tasks.planned(**asked, split="auto", plans={0: plan_to_json(plan)})
+    assert again.ranks[0].plans[0].schedule == plan.schedule
+    assert again.ranks[0].peak == pipe.ranks[0].peak
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
