@@ -33,6 +33,8 @@ class Audit:
     faults: tuple[Fault, ...]
     notes: tuple[str, ...]
     """What is not repeatable, what was not compared, and other remarks."""
+    unchecked: str
+    """The names of `torch.autograd.Function`s whose backward was compared with nothing, since ``plain`` is missing."""
     regions: int
     """The number of checkpointed regions that ran in the forward of one step."""
     recomputed: int
@@ -52,7 +54,9 @@ class Audit:
 
     def __str__(self) -> str:
         if not self.faults:
-            return f"{self.name}: sound"
+            return f"{self.name}: sound" + (
+                f", but {self.unchecked} is not checked" if self.unchecked else ""
+            )
         more = f", and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
         return f"{self.name}: {self.faults[0]}{more}"
 
@@ -127,4 +131,6 @@ def _audited(step: Step, plain: Callable[..., Any] | None, plan: bool, progress:
             notes = (*notes, f"no plan at this peak: {first_line(refusal)}")
     progress(1.0, "done")
     name = type(step.model).__name__
-    return Audit(name, result.faults, notes, len(seen.regions), seen.recomputed, without, own, best)
+    return Audit(
+        name, result.faults, notes, result.unchecked, len(seen.regions), seen.recomputed, without, own, best
+    )

@@ -52,6 +52,8 @@ class Comparison:
     notes: tuple[str, ...]
     differentiated: tuple[Kind, ...]
     """The Functions that ran without their own backward in plain steps."""
+    unchecked: str = ""
+    """The names of the Functions whose backward was compared with nothing."""
     ran: bool = True
     """Whether the steps with their own checkpointing raised no error."""
 
@@ -119,10 +121,11 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
             of_step = watched(step, earlier)[0] if earlier else seen
             faults += faults_of(step.model, found, of_step, second=bool(earlier))
     own_backwards = {r.function.__name__ for r in seen.regions if r.function and r.function not in used}
-    if own_backwards and plain is None:
-        names = ", ".join(sorted(own_backwards))
+    unchecked = ", ".join(sorted(own_backwards)) if plain is None else ""
+    if unchecked:
         notes.append(
-            f"{names}: not differentiated by autograd; state another implementation to compare with (plain=)"
+            f"the backward of {unchecked} is not checked: pass plain=, a function of the same arguments that computes "
+            "the output from the model's parameters without it"
         )
     if used != kinds:
         faults += of_first_differences(seen) if not faults else ()
@@ -133,7 +136,7 @@ def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Com
     notes += rounding if not faults else ()
     if not (seen.checkpointed or seen.regions or faults or seen.compiled):
         notes.append("nothing is recomputed: no checkpointing ran in this step")
-    return Comparison(tuple(faults), tuple(notes), used)
+    return Comparison(tuple(faults), tuple(notes), used, unchecked)
 
 
 def _recomputing(seen: Watched) -> tuple[Kind, ...]:

@@ -219,7 +219,7 @@ def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watche
     names = (*(d.name for d in sorted(found, key=lambda d: d.relative < math.inf)), *draws)
     worst = max(found, key=lambda d: d.relative if d.relative < math.inf else -1.0)
     error, module = worst.relative, worst.name.partition(" ")[2].rpartition(".")[0]
-    if first := _first_differences(seen):
+    if first := [d for d in _first_differences(seen) if d.explains(error)]:
         return _of_op(first, names, error)
     if any(d.relative == math.inf for d in found):
         return _missing(names, seen)

@@ -10,10 +10,12 @@ from itertools import takewhile
 
 import torch
 
-from rematplan.auditing.recomputations import OpRun, Region
+from rematplan.auditing.recomputations import OpRun, Region, Value
 
 ROUNDING = 1e-3
 """The largest relative difference of an op's result that may be a rounding error, if nothing more is known."""
+GROWTH = 1e4
+"""How much larger than a rounding error of an op the errors are that it explains."""
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
@@ -31,6 +33,11 @@ class FirstDifference:
     def error(self) -> float:
         """The relative L2 error of the op's first result."""
         return _error(self.first, self.again)
+
+    def explains(self, error: float) -> bool:
+        """Return whether the difference is large enough for a relative error of a result."""
+        same_cast = self.first.autocast == self.again.autocast
+        return not (same_cast and 0 < self.error < ROUNDING and GROWTH * self.error < error)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,20 @@ def _op_left_out(d: FirstDifference) -> bool:
     again = set(map(_key, d.region.again))
     missed = {value for run in d.region.first if _key(run) not in again for value in run.values}
     return bool(missed & set(d.first.read) - set(d.again.read))
+
+
+def _swapped(d: FirstDifference) -> bool:
+    """Return whether a result of the forward is read in place of one that it was not computed into."""
+    made = {v: run for run in d.region.first for v in run.values if not run.op.endswith("_")}
+    wanted, read = set(d.first.read) - set(d.again.read), set(d.again.read) - set(d.first.read)
+    sources: set[Value] = set()
+    todo = list(wanted)
+    while todo:
+        if (value := todo.pop()) not in sources:
+            sources.add(value)
+            todo += made[value].read if value in made else ()
+    others = (read & made.keys()) - sources
+    return bool(wanted & made.keys()) and any(kind not in INTEGERS for kind, *_ in others)
 
 
 def _read_changed(d: FirstDifference) -> bool:
@@ -118,6 +139,11 @@ CAUSES = (
         "train without the cache (Hugging Face: use_cache=False), or extend it outside of the checkpoint",
     ),
     Cause(
+        "the recomputation reads one result of the forward in place of another, as swapped halves",
+        _swapped,
+        "an inverse must give the halves of a tensor in the order in which the forward has them",
+    ),
+    Cause(
         "the recomputation leaves out an op whose result the forward reads",
         _op_left_out,
         "compute in the backward what the forward computes, every op of it",
@@ -126,7 +152,7 @@ CAUSES = (
         "the recomputation reads another tensor than the forward",
         _read_changed,
         "do not change buffers, parameters or inputs of a checkpointed region before its backward; a hand-made "
-        "Function must save what its forward reads; an inverse must be exact",
+        "Function must save what its forward reads; an inverse must be exact, with halves in their order",
     ),
     Cause(
         "the recomputation reads another number than the forward",

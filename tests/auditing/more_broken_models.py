@@ -251,3 +251,46 @@ def flag_in_words() -> Pair:
     model = Block()
     model.activation_checkpointing = "full"
     return model, (batch(),)
+
+
+class Swapped(torch.autograd.Function):
+    """An additive coupling whose backward takes its saved halves, or the gradients of its inputs, in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, *args: Any) -> Any:
+        ctx.f, ctx.g, ctx.gradients = args
+        with torch.no_grad():
+            c = a + ctx.f(b)
+            d = b + ctx.g(c)
+        ctx.save_for_backward(c, d)
+        return c, d
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        of_c, of_d = gradients
+        c, d = ctx.saved_tensors if ctx.gradients else reversed(ctx.saved_tensors)
+        c = c.detach().requires_grad_()
+        with torch.enable_grad():
+            moved = ctx.g(c)
+        moved.backward(of_d)
+        of_c = of_c + c.grad
+        b = (d - moved).detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.f(b).backward(of_c)
+        found = of_c, of_d + b.grad
+        return *(reversed(found) if ctx.gradients else found), None, None, None
+
+
+def swapped(gradients: bool) -> Pair:
+    class Reversible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            half = WIDTH // 2
+            self.stem = nn.Linear(WIDTH, WIDTH)
+            self.f, self.g = (nn.Sequential(nn.Linear(half, half), nn.Tanh()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.stem(x).chunk(2, dim=1)
+            return torch.cat(Swapped.apply(a, b, self.f, self.g, gradients), dim=1)
+
+    return Reversible(), (batch(),)

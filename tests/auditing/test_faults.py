@@ -218,6 +218,14 @@ TABLE = {
         more.hook_with_given_arguments,
         Expected("['all'] is 2 instead of 1", "blocks.0.first", "", "attribute hook count"),
     ),
+    "halves": (
+        partial(more.swapped, False),
+        Expected("one result of the forward in place of another", "g.0", "addmm", "gradient stem.weight"),
+    ),
+    "gradients of halves": (
+        partial(more.swapped, True),
+        Expected("the backward of Swapped is not the derivative", "", "", "gradient stem.weight"),
+    ),
     "op left out": (
         more.op_left_out,
         Expected("leaves out an op", "1", "rsqrt", "gradient 0.weight"),

@@ -328,7 +328,10 @@ def test_what_is_not_repeatable_is_a_note() -> None:
 
 def test_a_backward_that_is_not_checked_is_a_note() -> None:
     found = audit(*MODELS["straight_through"](), plan=False)
-    assert found.notes[-1].startswith("Round: not differentiated by autograd; state another implementation")
+    assert str(found).endswith(": sound, but Round is not checked")
+    assert found.notes[-1].startswith(
+        "the backward of Round is not checked: pass plain=, a function of the same"
+    )
 
 
 def test_a_flag_that_some_layers_ignore_is_a_note() -> None:
