@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.split.axis_rules import LOSS, State, states_of
-from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
+from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, State, states_of
+from rematplan.runtime.split.axis_spans import AxisSpan, axes_of, through_view
 
 LEAST = 1 / 256
 """A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""
 FOLLOWED = 0.5
 """A region grows along tensors of at least this share of the bytes of the tensor where it starts."""
+WIDER = 2
+"""A region along an axis that only views show, such as the batch of flattened rows, must save this many times more."""
 MOST_CALLS = 64
 """A larger set of ops is not split: it is the network itself, for which smaller batches are the better tool."""
 
@@ -79,6 +81,11 @@ class StepUse:
         """Return the bytes of a value's storage."""
         return self.step.storage_bytes[self.step.values[value].storage]
 
+    def reshapes(self, value: str) -> list[str]:
+        """Return the views of a value in other shapes."""
+        calls = self.readers.get(value, ())
+        return [c.made[0] for c in calls if getattr(c.target, "overloadpacket", None) in RESHAPES]
+
     @cached_property
     def readers_of_storage(self) -> dict[str, list[tuple[str, Call]]]:
         """By storage, the calls that read it, without views, each with the value through which it does."""
@@ -111,12 +118,33 @@ def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
         if maker.name in taken:
             continue
         seed = next(r for r in maker.made if step.values[r].storage == storage)
-        grown = [_Growth(use, seed, axis, taken) for axis in axes_of(step.values[seed].fake.shape)]
-        best = max((g for g in grown if g.useful), key=lambda g: (g.saved, g.indices), default=None)
+        own, others = axes_of(step.values[seed].fake.shape), _axes_of_views(use, seed)
+        best = _best_of(use, seed, own, taken)
+        other = _best_of(use, seed, [axis for axis in others if axis not in own], taken)
+        if best is None or (other is not None and other.saved >= WIDER * best.saved):
+            best = other
         if best is not None:
             found.append(best.region())
             taken |= best.calls
     return tuple(sorted(found, key=lambda r: -r.saved))
+
+
+def _axes_of_views(use: StepUse, value: str) -> list[AxisSpan]:
+    """Return where a value has the axes that its reshapes show: the batch, for example, if its first dimension has the
+    tokens of all sequences."""
+    shapes = [tuple(map(int, use.step.values[v].fake.shape)) for v in (value, *use.reshapes(value))]
+    found = (
+        through_view(shape, shapes[0], axis, math.prod(shape[axis.first : axis.last + 1]))
+        for shape in shapes[1:]
+        for axis in axes_of(shape)
+    )
+    return list(dict.fromkeys(span for span in found if span))
+
+
+def _best_of(use: StepUse, seed: str, axes: Iterable[AxisSpan], taken: set[str]) -> _Growth | None:
+    """Return the region that saves most of those that grow from a value along the axes; None if none is useful."""
+    grown = [_Growth(use, seed, axis, taken) for axis in axes]
+    return max((g for g in grown if g.useful), key=lambda g: (g.saved, g.indices), default=None)
 
 
 class _Growth:
@@ -128,7 +156,7 @@ class _Growth:
     def __init__(self, use: StepUse, seed: str, axis: AxisSpan, taken: set[str]) -> None:
         self.use, self.step, self.taken = use, use.step, taken
         shape = self.step.values[seed].fake.shape
-        self.indices = math.prod(int(n) for n in shape[axis.first : axis.last + 1])
+        self.indices = math.prod(int(n) for n in shape[axis.first : axis.last + 1]) // axis.inner
         self.states: MutableMapping[str, State] = {seed: axis}
         self.calls: set[str] = set()
         self.least = FOLLOWED * use.bytes(seed)

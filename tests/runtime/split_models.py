@@ -43,6 +43,15 @@ class Decoder(nn.Module):
         return functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), **self.loss)
 
 
+class Shifted(Decoder):
+    """A decoder that drops the scores of each sequence's last token, so that tokens are no axis, but sequences are."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.token(tokens)
+        scores = self.head(x + self.mlp(self.norm(x)))[:, :-1].reshape(-1, VOCABULARY)
+        return functional.cross_entropy(scores, targets[:, 1:].flatten(), **self.loss)
+
+
 class PerPixel(nn.Module):
     """A head of convolutions of pixels, with a cross entropy for each pixel."""
 
@@ -70,6 +79,7 @@ CASES: dict[str, Case] = {
     "summed": lambda: (Decoder(reduction="sum"), tokens(2, 64)),
     "weighted classes": lambda: (Decoder(weight=torch.rand(VOCABULARY) + 0.1), tokens(2, 64)),
     "odd": lambda: (Decoder(), tokens(3, 37)),
+    "shifted": lambda: (Shifted(tied=False), tokens(4, 33)),
     "pixels": lambda: (PerPixel(), (torch.randn(2, 3, 16, 16), torch.randint(40, (2, 16, 16)))),
 }
 

@@ -22,6 +22,8 @@ from rematplan.runtime.split import split_step
 from rematplan.runtime.split.regions import SplitRegion, find_regions
 from rematplan.runtime.split.split_step import bounds_of
 
+ATEN = torch.ops.aten
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_only_gradients_of_split_weights_differ_and_by_rounding(name: str) -> None:
@@ -95,6 +97,14 @@ def test_the_peak_is_as_simulated() -> None:
         assert held + above <= plan.estimate.peak
         peaks.append((held + above, plan.estimate.peak))
     assert peaks[1][1] < peaks[0][1]
+
+
+def test_sequences_are_an_axis_where_tokens_are_none() -> None:
+    """All of the head is one region although its product has rows of tokens, without sequences."""
+    step, (region, *_) = captured(*CASES["shifted"]())
+    assert region.name == "loss"
+    assert region.indices == 4
+    assert {step.call[c].target for c in region.calls} > {ATEN.mm.default, ATEN.slice_backward.default}
 
 
 def test_dropout_ends_a_region() -> None:
