@@ -228,7 +228,8 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
     state = State(
         links=Links(
-            slot=ints(nodes), prev=ints(nodes), next=ints(nodes), first=ints(ops), last=ints(ops)
+            slot=ints(nodes), prev=ints(nodes), next=ints(nodes),
+            first=ints(ops), last=ints(2 * ops),
         ),
         op=ints(nodes), runs=ints(ops, 0), place=ints(ops), stamp=ints(ops, 0),
         at=ints(slots), mem=np.zeros(slots), cap=np.full(slots, NO_CAP),

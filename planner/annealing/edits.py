@@ -130,6 +130,8 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
         S.links.prev[after] = before
     else:
         S.links.last[op] = before
+    if S.links.last[S.links.first.size + op] == node:
+        S.links.last[S.links.first.size + op] = before
     S.runs[op] -= 1
     # It no longer runs more often than it must.
     if S.runs[op] == P.least[op]:
