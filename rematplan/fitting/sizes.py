@@ -21,6 +21,7 @@ from rematplan.planner.family.interpolated_problems import Between
 from rematplan.planner.family.repeated_layers import SHALLOW, RepeatedLayers, repeated_layers
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import plan_within
+from rematplan.plans.held_by_others import OtherBytes
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.size_ranges import interpolations
 from rematplan.plans.sized_costs import SizedCosts
@@ -109,6 +110,7 @@ class SizeSearch:
         self._rows: dict[int, AtSize] = {}
         self._autograd: dict[str, PlainAutograd] = {}  # by the problem's fingerprint
         self._spans: list[Between] = []
+        self._optimizers: dict[int, OtherBytes] = {}
 
     def captured(self, size: int) -> TrainingGraph:
         """Return the problem of the step that is captured at a size."""
@@ -118,11 +120,12 @@ class SizeSearch:
             with made.mode:
                 _, step = capture_call(made.module, made.batch, {}, self.model.name)
                 reserved = optimizer_bytes(made, self.asked)
+            self._optimizers[size] = reserved.on(CUDA, {})
             options = PlanOptions(budget="100%", costs=self.asked.costs, reserved=reserved, refine=False)
             self._captured[size] = graph = StepProblems(options, sized=self._sized).problem_at(step)[1]
             self._autograd[graph.fingerprint] = PlainAutograd.of(step)
             self._captured = dict(sorted(self._captured.items()))
-            self._spans = interpolations(self._captured)
+            self._spans = interpolations(self._without_optimizer())
         return self._captured[size]
 
     def exact(self, size: int) -> TrainingGraph:
@@ -132,7 +135,7 @@ class SizeSearch:
                 self._exact[size] = self._repeated(self._layers, size)
             for span in self._spans:
                 if span.sizes[0] < size < span.sizes[-1]:
-                    self._exact[size] = span.problem(size)
+                    self._exact[size] = self._with_optimizer(span.problem(size), size, span.sizes[0])
                     break
         graph = self._exact[size] if size in self._exact else self.captured(size)
         return self._autograd[graph.fingerprint].losses_apart(graph) if self.asked.accelerator else graph
@@ -147,21 +150,37 @@ class SizeSearch:
     def _repeated(self, layers: RepeatedLayers, size: int) -> TrainingGraph:
         more = size - SHALLOW[0]
         graph = layers.problem(more)
-        if OPTIMIZER in graph.op:  # its temporaries are not those of a layer, times the layers
-            temporaries = (
-                layers.graph.op[OPTIMIZER].workspace + self._stepping(size) - self._stepping(SHALLOW[0])
-            )
-            ops = (replace(op, workspace=temporaries) if op.name == OPTIMIZER else op for op in graph.ops)
-            graph = replace(graph, ops=tuple(ops))
+        graph = self._with_optimizer(graph, size, SHALLOW[0])
         known = self._autograd[layers.graph.fingerprint]
         self._autograd[graph.fingerprint] = known.repeated(lambda name: layers.copies(name, more))
         return graph
 
-    def _stepping(self, size: int) -> int:
-        """Return the bytes of the temporaries of the optimizer's step at a size."""
-        made = self.model.at(size)
-        with made.mode:
-            return optimizer_bytes(made, self.asked).on(CUDA, {}).stepping
+    def _without_optimizer(self) -> dict[int, TrainingGraph]:
+        """Return the captured problems without the optimizer's bytes, which grow in steps if parameters grow."""
+        if len({self._optimizers[size] for size in self._captured}) == 1:
+            return self._captured
+        return {size: _with_reserved(graph, 0) for size, graph in self._captured.items()}
+
+    def _with_optimizer(self, graph: TrainingGraph, size: int, captured: int) -> TrainingGraph:
+        """Return a problem at ``size`` with the optimizer's bytes there, from one that has them at ``captured``."""
+        if self._without_optimizer() is self._captured and self.model.dimension != DEPTH:
+            return graph
+        here, there = self._optimizer(size), self._optimizers[captured]
+        more = here.stepping - there.stepping
+        known = self._captured[captured].op.get(OPTIMIZER)
+        ops = (
+            replace(op, workspace=max(0, known.workspace + more)) if known and op.name == OPTIMIZER else op
+            for op in graph.ops
+        )
+        return _with_reserved(replace(graph, ops=tuple(ops)), here.always)
+
+    def _optimizer(self, size: int) -> OtherBytes:
+        """Return the bytes of the optimizer at a size."""
+        if size not in self._optimizers:
+            made = self.model.at(size)
+            with made.mode:
+                self._optimizers[size] = optimizer_bytes(made, self.asked).on(CUDA, {})
+        return self._optimizers[size]
 
     def problem(self, size: int) -> TrainingGraph:
         """Return the problem at a size, with the sizes of tensors as the device's allocator rounds them."""
@@ -328,3 +347,9 @@ class SizeSearch:
     def _middle(self, low: int, high: int) -> int:
         unit = self.model.unit
         return max(low + unit, (low + high) // 2 // unit * unit)
+
+
+def _with_reserved(graph: TrainingGraph, always: int) -> TrainingGraph:
+    tensors = tuple(replace(t, bytes=always) if t.name == RESERVED else t for t in graph.tensors)
+    split = {kind: always if kind == RESERVED else n for kind, n in graph.fixed_split.items()}
+    return replace(graph, tensors=tensors, fixed_split=split)

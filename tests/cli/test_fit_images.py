@@ -11,7 +11,9 @@ import rematplan
 from rematplan.cli.fit_models import _unit
 from rematplan.fitting.fit import answer
 from rematplan.fitting.question import SizedModel, WithoutData, question, training
+from rematplan.fitting.sizes import SizeSearch
 from rematplan.ir import ModelError
+from rematplan.planner.core.strategy import silent
 from rematplan.report.fit_tables import margin_table
 from rematplan.runtime.capture.fake_weights import without_data
 
@@ -71,3 +73,34 @@ def test_sides_of_images_are_multiples_of_patches(name: str, size: int, unit: in
 def test_equal_parts_of_a_margin_are_both_shown() -> None:
     table = margin_table(cast(Any, SimpleNamespace(margin={"one": 1 << 20, "another": 1 << 20})))
     assert table.row_count == 2
+
+
+def test_parameters_that_grow_with_the_side_are_exact_between_captured_sizes() -> None:
+    class Positions(nn.Module):
+        def __init__(self, side: int) -> None:
+            super().__init__()
+            self.layer, self.places = nn.Linear(3, 3), nn.Parameter(torch.empty(side * side, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.flatten(2).mT + self.places).square().mean()
+
+    def at(side: int) -> WithoutData:
+        made = without_data(lambda: Positions(side), lambda: [torch.empty(2, 3, side, side)])
+        return training(*made, asked, "output")
+
+    asked = question("40MB", "adamw", None, "h100", None)
+
+    def search(*sides: int) -> SizeSearch:
+        found = SizeSearch(SizedModel("net", "image", 25, at, 1), asked, silent)
+        for side in sides:
+            found.captured(side)
+        return found
+
+    between, captured = search(25, 57, 71, 104), search(88)
+    for found, expected in zip(between.problem(88).tensors, captured.problem(88).tensors, strict=True):
+        assert found == expected
+    assert [op.workspace for op in between.problem(88).ops] == [
+        op.workspace for op in captured.problem(88).ops
+    ]
+    assert list(between._captured) == [25, 57, 71, 104]
+    assert between.base(88).peak == captured.base(88).peak

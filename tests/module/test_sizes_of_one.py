@@ -2,6 +2,7 @@
 what a fake tensor says, decides what follows from strides."""
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -238,3 +239,16 @@ def test_an_op_whose_strides_depend_on_values_is_refused() -> None:
     )
     with pytest.raises(ModelError, match=r"fickle.default returned a tensor of shape \(4, 5\) with strides"):
         planned(torch.randn(4, 6))
+
+
+def test_fakes_of_clones_have_the_strides_of_clones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_layouts, "_run", None)
+    chosen = random.Random(0)
+    for _ in range(200):
+        shape = tuple(chosen.choice((1, 1, 2, 3)) for _ in range(4))
+        strides = tuple(chosen.choice((1, 2, 6, 18, 7)) for _ in shape)
+        form = chosen.choice((torch.preserve_format, torch.contiguous_format, torch.channels_last))
+        real = torch.empty_strided(shape, strides).clone(memory_format=form)
+        with fake_layouts.TrueLayouts():
+            fake = torch.empty_strided(shape, strides).clone(memory_format=form)
+        assert fake.stride() == real.stride(), (shape, strides, form)

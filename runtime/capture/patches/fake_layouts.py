@@ -157,6 +157,9 @@ WHOLE_STORAGES = frozenset(
 )
 """Ops whose result has a storage as large as that of their first argument, and its offset there. The fake mode's cache
 remembers neither."""
+SURE = frozenset({ATEN.clone.default})
+"""Pointwise ops whose fakes, if sizes are numbers, have the strides that the kernel's results have: the same code
+chooses both."""
 DISTRUSTED: set[Any] = set()
 """Further ops whose fakes were found, in this process, to have other strides than the kernel's results."""
 DIVIDING = frozenset({ATEN.floor_divide.default, ATEN.div.Tensor_mode})
@@ -215,7 +218,8 @@ class TrueLayouts(FakeTensorMode):
                     return result
                 with self:
                     return _as_kernel_views(func, args, kwargs, result)
-            surely_strided = not is_unsure(func, _all_plain((args, kwargs)), ones)
+            sure = func in SURE and func not in DISTRUSTED and not self.symbols
+            surely_strided = sure or not is_unsure(func, _all_plain((args, kwargs)), ones)
             if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
                 return result
         except (RuntimeError, TypeError):
