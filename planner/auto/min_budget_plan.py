@@ -75,26 +75,17 @@ def cheapest_near_smallest_peak(
         least, interrupted = search_smallest_peak(
             stated, share, starts, progress, keep_order=keep_order, seed=seed
         )
+    effort.charge(moves=share.done)
     budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
+    if slack and not interrupted:
+        above, interrupted = _plans_above(stated, marked, known, effort, seed=seed, keep_order=keep_order)
+        known += above
     if interrupted:
-        return replace(least, budget=budget)
-    if slack:
-        if not keep_order:  # block plans need not keep the order
-            known += leanest_plans(stated, Effort() if moves else effort.part(SHARES.blocks * effort.left))
-        most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
-        above = effort.part(min(most, MIN_BUDGET.rungs * (moves - share.done if moves else effort.left)))
-        falling = above.part(MIN_BUDGET.falling * above.left)
-        known += plans_down_to(marked, least.peak, falling, seed=seed, keep_order=keep_order)
-        above.interrupted = falling.interrupted
-        if not above.interrupted:
-            known += rungs_above(marked, known, above, seed=seed, keep_order=keep_order)
-        moves -= above.done if moves else 0
-        if above.interrupted:
-            return replace(least, budget=budget, near=ladder(known))
+        return replace(least, budget=budget, near=ladder(known) if slack else ())
     try:
         if moves:
-            strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, moves - share.done))
+            strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, int(effort.left)))
         else:
             part = effort.part(MIN_BUDGET.eviction * effort.left)
             tries = MIN_BUDGET.tries
@@ -111,3 +102,28 @@ def cheapest_near_smallest_peak(
     best: Plan = min(fitting, key=lambda p: p.estimate.cost)
     near = ladder([*known, plan]) if slack else ()
     return replace(best, budget=budget if slack else best.peak, lower_bound=plan.lower_bound, near=near)
+
+
+def _plans_above(
+    stated: TrainingGraph,
+    marked: TrainingGraph,
+    known: Sequence[Plan],
+    effort: Effort,
+    *,
+    seed: int,
+    keep_order: bool,
+) -> tuple[list[Plan], BaseException | None]:
+    """Return plans at larger peaks than the smallest, that of the last plan in ``known``, and what interrupted their
+    search, or None."""
+    found: list[Plan] = []
+    if not keep_order:  # block plans need not keep the order
+        part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)
+        found += leanest_plans(stated, part)
+    most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
+    above = effort.part(min(most, MIN_BUDGET.rungs * effort.left))
+    falling = above.part(MIN_BUDGET.falling * above.left)
+    found += plans_down_to(marked, known[-1].peak, falling, seed=seed, keep_order=keep_order)
+    if falling.interrupted:
+        return found, falling.interrupted
+    found += rungs_above(marked, [*known, *found], above, seed=seed, keep_order=keep_order)
+    return found, above.interrupted
