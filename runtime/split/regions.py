@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, State, states_of
-from rematplan.runtime.split.axis_spans import AxisSpan, axes_of, through_view
+from rematplan.runtime.split.axis_rules import LOSS, State, states_of
+from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
 
 LEAST = 1 / 256
 """A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""
 FOLLOWED = 0.5
 """A region grows along tensors of at least this share of the bytes of the tensor where it starts."""
 WIDER = 2
-"""A region along an axis that only views show, such as the batch of flattened rows, must save this many times more."""
+"""A region along the batch of a tensor of rows must save this many times more than one along the rows."""
 MOST_CALLS = 64
 """A larger set of ops is not split: it is the network itself, for which smaller batches are the better tool."""
 
@@ -81,11 +81,6 @@ class StepUse:
         """Return the bytes of a value's storage."""
         return self.step.storage_bytes[self.step.values[value].storage]
 
-    def reshapes(self, value: str) -> list[str]:
-        """Return the views of a value in other shapes."""
-        calls = self.readers.get(value, ())
-        return [c.made[0] for c in calls if getattr(c.target, "overloadpacket", None) in RESHAPES]
-
     @cached_property
     def readers_of_storage(self) -> dict[str, list[tuple[str, Call]]]:
         """By storage, the calls that read it, without views, each with the value through which it does."""
@@ -105,6 +100,20 @@ class StepUse:
                 other.update(call.operands)
         return frozenset(self.step.values.keys() - other)
 
+    @cached_property
+    def sums_of_weights(self) -> frozenset[str]:
+        """Values of `of_weights` whose readers read nothing else that forward ops computed from the batch: gradients of
+        weights, not of the tensors before them, on which other weights' gradients depend."""
+        of_batch = {i.value for i in self.step.inputs if i.kind == "batch"}
+        for call in self.step.calls:
+            if not call.backward and not of_batch.isdisjoint(call.operands):
+                of_batch.update(call.made)
+        found = set(self.of_weights)
+        for call in reversed(self.step.calls):
+            if not (of_batch.isdisjoint(call.operands) and found.issuperset(call.made)):
+                found.difference_update(call.operands)
+        return frozenset(found)
+
 
 def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
     """Return the regions of a step with large tensors, the one that saves most first. No op is in two of them."""
@@ -118,9 +127,8 @@ def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
         if maker.name in taken:
             continue
         seed = next(r for r in maker.made if step.values[r].storage == storage)
-        own, others = axes_of(step.values[seed].fake.shape), _axes_of_views(use, seed)
-        best = _best_of(use, seed, own, taken)
-        other = _best_of(use, seed, [axis for axis in others if axis not in own], taken)
+        best = _best_of(use, seed, axes_of(step.values[seed].fake.shape), taken)
+        other = _best_of(use, seed, _batch_axes(use, seed), taken)
         if best is None or (other is not None and other.saved >= WIDER * best.saved):
             best = other
         if best is not None:
@@ -129,16 +137,12 @@ def find_regions(step: CapturedStep) -> tuple[SplitRegion, ...]:
     return tuple(sorted(found, key=lambda r: -r.saved))
 
 
-def _axes_of_views(use: StepUse, value: str) -> list[AxisSpan]:
-    """Return where a value has the axes that its reshapes show: the batch, for example, if its first dimension has the
-    tokens of all sequences."""
-    shapes = [tuple(map(int, use.step.values[v].fake.shape)) for v in (value, *use.reshapes(value))]
-    found = (
-        through_view(shape, shapes[0], axis, math.prod(shape[axis.first : axis.last + 1]))
-        for shape in shapes[1:]
-        for axis in axes_of(shape)
-    )
-    return list(dict.fromkeys(span for span in found if span))
+def _batch_axes(use: StepUse, value: str) -> list[AxisSpan]:
+    """Return the batch as an axis of a value whose first dimension has the rows of all samples together."""
+    rows, *_ = (*map(int, use.step.values[value].fake.shape), 1)
+    sizes = [i.fake.shape[0] for name in use.step.given("batch") if (i := use.step.values[name]).fake.ndim]
+    found = (AxisSpan(0, 0, rows // int(n)) for n in sizes if 1 < n < rows and rows % int(n) == 0)
+    return list(dict.fromkeys(found))
 
 
 def _best_of(use: StepUse, seed: str, axes: Iterable[AxisSpan], taken: set[str]) -> _Growth | None:
@@ -229,7 +233,7 @@ class _Growth:
         if not call.is_view and any(self.step.values[v].storage in self.use.outputs for v in whole):
             return None  # an output of the step exists whole anyway
         sums = [v for v, s in found.items() if s != LOSS and not isinstance(s, AxisSpan)]
-        return found if all(v in self.use.of_weights for v in sums) else None
+        return found if all(v in self.use.sums_of_weights for v in sums) else None
 
     def _add(self, call: Call, states: Mapping[str, State]) -> list[str]:
         new = [v for v, s in states.items() if v not in self.states and isinstance(s, AxisSpan)]

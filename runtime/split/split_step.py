@@ -220,7 +220,9 @@ class _Splitter(SumEmitter):
         if LOSS in states.values():
             args = (*args[:3], 0, *args[4:])
         results = list(call.made)
-        if SUM in states.values() and call.target is ATEN.mm.default and self._adds_in_product(results[0]):
+        if SUM in states.values() and call.target is ATEN.sum.dim_IntList and self._is_half(results[0]):
+            kwargs = {**kwargs, "dtype": torch.float32}  # each part's sum would be rounded
+        if SUM in states.values() and call.target is ATEN.mm.default and not self._is_half(results[0]):
             self._add_product(call, args, results[0], part)
             return
         if hasattr(call.target, "part"):

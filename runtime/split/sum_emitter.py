@@ -35,8 +35,8 @@ class SumEmitter(CallEmitter):
         self.sums: dict[str, str] = {}
         """By value that is summed over parts, the sum so far."""
 
-    def _adds_in_product(self, result: str) -> bool:
-        return self.step.values[result].fake.dtype not in HALF
+    def _is_half(self, result: str) -> bool:
+        return self.step.values[result].fake.dtype in HALF
 
     def _add_product(self, call: Call, args: tuple[Any, ...], result: str, part: Part) -> None:
         """Emit a product that is added to the sum so far."""
