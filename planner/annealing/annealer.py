@@ -162,6 +162,12 @@ class Annealer:
         bytes."""
         return float(self.state.value[PENALTY])
 
+    @property
+    def peak(self) -> int:
+        """The peak of the current sequence in bytes, rounded up to units of ``unit`` bytes."""
+        over = self.state.mem - self.state.cap  # far below 0 in empty slots
+        return self.fixed + int(self.state.value[BUDGET] + over.max()) * self.unit
+
     def best(self) -> list[str]:
         """Return the cheapest sequence within the budget since the last `load`, as names of ops and inverses. It is
         empty if none was found."""

@@ -161,5 +161,5 @@ def _tidied(
     ):
         return None
     effort.charge(moves=4 * len(runs))
-    plan = plan_from_runs(graph, names, NAME)
-    return plan_from_runs(graph, annealer.tidied(names, plan.peak), NAME)
+    annealer.load(names, 0)
+    return plan_from_runs(graph, annealer.tidied(names, annealer.peak), NAME)

@@ -50,6 +50,7 @@ def test_the_state_is_exact_after_any_moves(seed, times):
         assert kept.value[PENALTY] == annealer.state.value[PENALTY]
         assert kept.value[COST] == pytest.approx(annealer.state.value[COST])
         plan = plan_from_runs(graph, annealer.current(), "now")
+        assert plan.estimate.peak == annealer.peak
         assert (plan.estimate.peak <= budget) == (annealer.penalty < HALF)
 
 
