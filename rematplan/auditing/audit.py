@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rematplan.auditing.comparison import compared, error_faults, watched
 from rematplan.auditing.compiled import (
@@ -21,7 +22,7 @@ from rematplan.auditing.faults import Fault
 from rematplan.auditing.measured_steps import Measured, measured, planned
 from rematplan.auditing.plain_path import plain_path
 from rematplan.auditing.step_runs import Step, default_loss
-from rematplan.ir import first_line, show_bytes
+from rematplan.ir import UsageError, first_line, show_bytes
 from rematplan.planner.core.strategy import Progress, silent
 
 
@@ -95,9 +96,11 @@ def audit(
         progress: called with the fraction done (0 to 1) and a short text.
 
     Raises:
-        UsageError: the loss trains no parameter, or the parameters of ``plain`` are not those of the model.
+        UsageError: an argument is malformed, the loss trains no parameter, or the parameters of ``plain`` are not those
+            of the model.
         ModelError: the step does not run without its checkpointing.
     """
+    _check(model, args, kwargs, loss, plain)
     named = dict(args) if isinstance(args, Mapping) else {}
     given = (args,) if isinstance(args, torch.Tensor) else () if named else tuple(args)
     with unwrapped(model) as (original, called, wrapped):
@@ -105,6 +108,25 @@ def audit(
             original, given, {**named, **(kwargs or {})}, loss or default_loss, called, wrapped=wrapped
         )
         return _audited(step, plain, plan, progress)
+
+
+def _check(model: object, args: object, kwargs: object, loss: object, plain: object) -> None:
+    """Raise a UsageError if an argument of `audit` is of a wrong kind."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{type(model).__name__} is no torch.nn.Module")
+    if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            f"{type(model).__name__} has parameters whose shape is not known yet; call it once before the audit"
+        )
+    if isinstance(args, str) or not isinstance(args, (torch.Tensor, Mapping, Sequence)):
+        raise UsageError(
+            "the inputs must be a tensor, a sequence of arguments, or a mapping of arguments by name"
+        )
+    if not isinstance(kwargs or {}, Mapping):
+        raise UsageError("kwargs must be a mapping of arguments by name")
+    for name, function in (("loss", loss), ("plain", plain)):
+        if not (function is None or callable(function)):
+            raise UsageError(f"{name} must be a function")
 
 
 def _audited(step: Step, plain: Callable[..., Any] | None, plan: bool, progress: Progress) -> Audit:

@@ -53,17 +53,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _given(name: str, function: Any) -> dict[str, Any]:
     """Return what the user's function returns as arguments of `rematplan.audit`; `UsageError` if it fails or returns
     anything else."""
-    from torch import Tensor, nn
+    from torch import nn
 
     try:
         made = function()
     except (Exception, SystemExit) as error:  # of any kind, in the user's code
         raise UsageError(f"{name} fails: {type(error).__name__}: {first_line(error)}") from error
     if isinstance(made, tuple) and len(made) == 2:
-        model, inputs = made
-        by_name = isinstance(inputs, Mapping)
-        args = () if by_name else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        made = {"model": model, "args": args, "kwargs": inputs if by_name else {}}
+        made = dict(zip(("model", "args"), made, strict=True))
     if not (
         isinstance(made, Mapping) and made.keys() <= KEYWORDS and isinstance(made.get("model"), nn.Module)
     ):

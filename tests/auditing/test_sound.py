@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from rematplan import audit
+from rematplan.ir import UsageError
 
 WIDTH = broken.WIDTH
 
@@ -398,3 +399,21 @@ def test_a_plan_at_that_peak() -> None:
     assert found.own is not None
     assert found.planned is not None, found.notes
     assert found.planned.peak <= found.own.peak < found.plain.peak
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": len}, "is no torch.nn.Module"),
+        ({"model": nn.LazyLinear(2)}, "call it once before the audit"),
+        ({"args": 3}, "the inputs must be a tensor"),
+        ({"args": None}, "the inputs must be a tensor"),
+        ({"args": "text"}, "the inputs must be a tensor"),
+        ({"kwargs": [1]}, "kwargs must be a mapping"),
+        ({"loss": 3}, "loss must be a function"),
+        ({"plain": 3}, "plain must be a function"),
+    ],
+)
+def test_malformed_arguments_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        audit(**{"model": Block(), "args": batch(), **given})

@@ -45,6 +45,10 @@ def ends():
     raise SystemExit(3)
 
 
+def no_inputs():
+    return Net(True), None
+
+
 def odd():
     return Net(True)
 
@@ -104,6 +108,7 @@ def test_a_dictionary_of_arguments(call: Callable[..., Any]) -> None:
         ("audited_nets:ends", "SystemExit: 3"),
         ("ends_when_loaded:f", "SystemExit: 0"),
         ("audited_nets:odd", "must return a pair of the module and its inputs"),
+        ("audited_nets:no_inputs", "the inputs must be a tensor"),
         ("audited_nets:does_not_run", "does not run without its checkpointing"),
     ],
 )
