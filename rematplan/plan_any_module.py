@@ -177,8 +177,9 @@ def plan_module(
             hidden layer of an MLP. ``off``; ``auto``, which chooses what and into how many parts for the budget; or a
             mapping from modules to numbers of parts, such as ``{"lm_head": 8}``, where ``loss`` names the cross entropy
             with the layer before it. The loss is the same bit by bit where the device's kernels compute the same rows
-            for fewer rows, and so are all gradients except those of weights in what is split: these are sums over
-            parts. A percentage refers to the step without splits. Each further shape gets a search of its own.
+            for fewer rows, which is tested with ``costs="profile"``, and so are all gradients except those of weights
+            in what is split: these are sums over parts. A percentage refers to the step without splits. Each further
+            shape gets a search of its own. With a saved plan, ``auto`` splits what that plan splits.
         kernels: ``eager`` for the kernels of eager mode; ``fused`` for kernels that Inductor compiles, each for several
             neighbouring ops (pointwise ops, reductions, norms), between matrix products, convolutions and other ops of
             libraries. Results then differ from eager mode's by rounding; they are the same in every run and under every
