@@ -4,6 +4,8 @@ classes."""
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of
+from rematplan.runtime.guards.bytecode import is_library, named_in, packages_of, strings_in
 from rematplan.runtime.guards.places import (
     Answers,
     Asked,
@@ -26,7 +28,7 @@ from rematplan.runtime.guards.places import (
     SharedRecord,
     record_of,
 )
-from rematplan.runtime.guards.snapshots import PLAIN, kept, unchanged
+from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, unchanged
 
 _DEPTH = 2
 
@@ -131,7 +133,12 @@ class Reads:
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
-            for name in named_in(reader.f_code):
+            named = named_in(reader.f_code)
+            if not {"items", "values"}.isdisjoint(named) and attributes.keys().isdisjoint(
+                strings_in(reader.f_code)
+            ):
+                named = frozenset(n for n, v in attributes.items() if n not in BOOKKEEPING and is_data(v))
+            for name in named:
                 if name in attributes:
                     self.note(holder, name, attributes[name])
                     self.use(holder, name, attributes[name], reader)
@@ -241,11 +248,14 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
             if name == "__dict__":
                 reads.note_attributes(holder, sys._getframe(1))
             reads.note_asked(holder, name)
+            own = name in object.__getattribute__(holder, "__dict__")
             try:
                 value = get(holder, name)
             except AttributeError:
                 reads.note_absent(holder, name)
                 raise
+            if not own and name in object.__getattribute__(holder, "__dict__"):
+                reads.note_absent(holder, name)  # the lookup made it, as `functools.cached_property` does
             reads.note(holder, name, value)
             return reads.use(holder, name, value, sys._getframe(1))
 
@@ -303,7 +313,19 @@ def _has_getattr(kind: type) -> bool:
     return any("__getattr__" in vars(home) for home in kind.__mro__)
 
 
-NO_RECORDS = (type, Enum, torch.Tensor, torch.Generator, dict, list, set, tuple, fx.Graph, fx.Node)
+NO_RECORDS = (
+    type,
+    Enum,
+    torch.Tensor,
+    torch.Generator,
+    dict,
+    list,
+    set,
+    tuple,
+    fx.Graph,
+    fx.Node,
+    threading.local,
+)
 
 
 def is_record(value: Any) -> bool:
@@ -318,4 +340,5 @@ def is_record(value: Any) -> bool:
         and hasattr(value, "__dict__")
         and not callable(value)
         and not isinstance(value, NO_RECORDS)
+        and type(value) not in weakref.ProxyTypes
     )

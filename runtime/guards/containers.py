@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from operator import is_
@@ -10,10 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from rematplan.runtime.guards.snapshots import MOST, MOST_NUMBERS, same
+from rematplan.runtime.guards.snapshots import DEEPEST, MOST, MOST_NUMBERS
 
-CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray, array)
 """The types of containers whose content may change. Their subclasses count, too."""
+
+
+_MOST_BYTES = 1 << 26
+
+
+def _form(numbers: Any) -> tuple[Any, ...]:
+    return numbers.shape, numbers.dtype, numbers.tobytes()
 
 
 def containers_in(value: Any) -> Iterator[Any]:
@@ -33,7 +41,9 @@ def containers_in(value: Any) -> Iterator[Any]:
 
 
 def items_in(container: Any) -> list[Any]:
-    """Return the items of a container, of a dictionary the values; nothing of an array or of bytes."""
+    """Return the items of a container, of a dictionary the values; of an array only objects, of bytes nothing."""
+    if isinstance(container, np.ndarray):
+        return container.ravel().tolist() if container.dtype == object else []
     # Subclasses may override methods, so those of the built-in types are used.
     kinds = (dict, list, tuple, set, frozenset, deque)
     kind = next((kind for kind in kinds if isinstance(container, kind)), None)
@@ -42,7 +52,7 @@ def items_in(container: Any) -> list[Any]:
     return [*(dict.values(container) if kind is dict else kind.__iter__(container))]
 
 
-def compared_in(value: Any, depth: int = 4) -> Iterator[Any]:
+def compared_in(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
     """Yield the containers in a value whose content `snapshots.same` compares: not large ones, and down to ``depth``
     levels."""
     if isinstance(value, np.ndarray):
@@ -57,9 +67,11 @@ def compared_in(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def content(container: Any) -> Any:
-    """Return a shallow copy of a container's content as a built-in container; None for a large array."""
+    """Return a shallow copy of a container's content as a built-in container; None for an array above 64 MiB."""
     if isinstance(container, np.ndarray):
-        return container.copy() if container.size <= MOST_NUMBERS else None
+        return container.copy() if container.nbytes <= _MOST_BYTES else None
+    if isinstance(container, array):
+        return copy.copy(container)
     kind = next(kind for kind in (dict, list, set, deque, bytearray) if isinstance(container, kind))
     return kind(dict.items(container)) if kind is dict else kind(container)
 
@@ -68,12 +80,14 @@ def unchanged_content(container: Any, was: Any) -> bool:
     """Return whether a container has the objects of ``was``, from `content`, in the same order; true for large
     arrays."""
     if isinstance(container, np.ndarray):
-        return was is None or same(container, was)
+        return was is None or _form(container) == _form(was)
     if len(container) != len(was):
         return False
     if isinstance(container, dict):
         pairs = zip(dict.items(container), dict.items(was), strict=True)
         return all(v is w and (k is j or k == j) for (k, v), (j, w) in pairs)
+    if isinstance(container, array):
+        return bool(container.tobytes() == was.tobytes())
     if isinstance(container, (set, bytearray)):
         return bool(container == was)
     return all(map(is_, container, was))
@@ -85,7 +99,7 @@ def refill(container: Any, was: Any) -> None:
         container[...] = was
         return
     kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
-    if kind is list or kind is bytearray:
+    if kind in (list, bytearray, array):
         kind.__setitem__(container, slice(None), was)
     else:
         kind.clear(container)

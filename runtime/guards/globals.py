@@ -7,17 +7,22 @@ names counts as read, even in a branch that is not taken.
 
 from __future__ import annotations
 
+import builtins
 import copyreg
 import os
 import sys
+import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from inspect import getattr_static
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +44,26 @@ from rematplan.runtime.guards.snapshots import PLAIN, is_data, kept, parts_of, u
 _SEEDING = frozenset(getattr(owner, name) for owner, name in seeding_functions())
 _UNNAMED = frozenset({"__call__", "forward", "backward", "setup_context"})
 """Methods that are called without being named."""
+_NOT_OF_CALLS = frozenset(
+    f"__{name}__"
+    for name in (
+        "init",
+        "new",
+        "init_subclass",
+        "repr",
+        "str",
+        "del",
+        "copy",
+        "deepcopy",
+        "reduce",
+        "reduce_ex",
+    )
+)
+"""Special methods that a forward's operators on an object do not call."""
+_REPLACED = frozenset({"__getattribute__", "__getattr__", "__setattr__"})
+"""Methods of records that `attributes.reads_of` replaces while a forward is traced."""
+_TESTS = frozenset({"hasattr", "getattr"})
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 """Names whose use means that code reads environment variables."""
 
@@ -57,6 +82,10 @@ class _Shelf:
     """Whether the values are those of variables or attributes, and not the items of a dictionary."""
     named: bool = True
     """Whether code reads them by these names; not true of default arguments."""
+    wanted: set[str] = field(default_factory=set)
+    """Of an object's attributes, the names that code may look up."""
+    absent: set[str] = field(default_factory=set)
+    """Those of them that the object itself does not have, but its class, or that a string names (``hasattr``)."""
 
 
 class GlobalReads:
@@ -73,29 +102,54 @@ class GlobalReads:
         self.names: Names = frozenset()  # all names in the code that was examined
         self.codes: dict[CodeType, None] = {}
         """The code of the functions that were examined."""
+        self.containers: list[Any] = [arguments]
+        """Containers that were met, and the arguments. Objects in them have other names in the code that reads their
+        attributes."""
         self.generators: dict[int, Any] = {}
         """By id, the random number generators that the code refers to."""
         self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
-        kinds = dict.fromkeys(map(type, modules))
+        self.kinds = dict.fromkeys(map(type, modules))
         self.own = packages_of(modules)
-        for kind in kinds:
+        for kind in self.kinds:
             self._meet(kind, _UNNAMED)
+            for home in kind.__mro__:
+                for value in vars(home).values() if not self._is_library(home.__module__) else ():
+                    if hasattr(type(value), "__get__") and not self._is_library(type(value).__module__):
+                        self._meet(value, _UNNAMED)  # a descriptor of the user's
         values = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
         hooks = [hook for module in modules for kind in HOOKS for hook in vars(module)[kind].values()]
         for value in (*values, *hooks):
             self._meet(value, _UNNAMED)
-        self._follow()
-        # Arguments, and objects in containers, have other names in the code that reads their attributes.
-        for thing in (*parts_of(arguments), *(part for value in values for part in parts_of(value))):
-            self._meet(thing, self.names)
-        self._follow()
+        self.containers += values
+        while self.waiting:
+            self._follow()
+            containers, self.containers = self.containers, []
+            for thing in [part for one in containers for part in parts_of(one)]:
+                self._meet(thing, self.names)
+        self._note_absent()
 
     def _follow(self) -> None:
         while self.waiting:
             thing, names = self.waiting.pop()
             for holder, values, wanted, named in self._places(thing, names):
+                if type(values) is dict and ("__builtins__" in values or self._is_object(holder)):
+                    shelf = self.shelves.setdefault(id(holder), _Shelf(holder, values))
+                    shelf.wanted |= wanted
                 for name in wanted & values.keys():
                     self._note(thing, holder, values, name, named)
+
+    def _note_absent(self) -> None:
+        """Record which names objects do not have themselves: an attribute that is set later hides the class's. Record
+        global variables that do not exist yet, too."""
+        testing = (code for code in self.codes if not _TESTS.isdisjoint(code.co_names))
+        tested = {name for code in testing for name in strings_in(code) if name.isidentifier()}
+        for shelf in self.shelves.values():
+            if shelf.holder is shelf.values:
+                found = {name for name in shelf.wanted if name.isidentifier()} - vars(builtins).keys()
+            else:
+                inherited = {name for home in type(shelf.holder).__mro__ for name in vars(home)}
+                found = shelf.wanted & (inherited | tested) - BOOKKEEPING - _REPLACED
+            shelf.absent = found - shelf.values.keys()
 
     def found_in_places(
         self, model: str, guarded: Mapping[int, Set[str]], unguarded: Mapping[int, Set[str]]
@@ -113,7 +167,9 @@ class GlobalReads:
                 if name not in out
             }
             objects, copies = unchanged(before, shelf.values)
-            found.append(Found(Fixed(shelf.values), objects, copies))
+            absent = tuple(n for n in shelf.absent if n not in shelf.values and n not in out)
+            if objects or copies or absent:
+                found.append(Found(Fixed(shelf.values), objects, copies, absent))
             changed |= before.keys() - objects.keys() - copies.keys()
         if changed:
             warn(f"the forward of {model} sets {', '.join(sorted(changed))}, which a planned one does not")
@@ -130,8 +186,11 @@ class GlobalReads:
             function = _inside(thing)
             hidden = function is not None and (holder is function or self._is_library(function.__module__))
             shelf.named = shelf.named and not hidden
-            shelf.found.setdefault(name, value if registry else kept(value))
+            if name not in _REPLACED:
+                shelf.found.setdefault(name, value if registry else kept(value))
         self._meet(value, named)
+        if isinstance(value, (list, tuple, set, frozenset, deque, np.ndarray)):
+            self.containers.append(value)
         function = _inside(value) if isinstance(thing, type) or self._is_object(thing) else None
         if function:  # a method refers to other methods of its object
             self._meet(thing, named_in(function.__code__))
@@ -159,7 +218,9 @@ class GlobalReads:
                 self.codes[function.__code__] = None
                 yield function.__globals__, function.__globals__, variables_in(function.__code__), own
                 if _ENVIRONMENT & own:
-                    variables = ByName(filter(str.isidentifier, strings_in(function.__code__)), _variable)
+                    named = (function.__globals__.get(name) for name in own)
+                    texts = {*strings_in(function.__code__), *(one for one in named if isinstance(one, str))}
+                    variables = ByName(filter(str.isidentifier, texts), _variable)
                     yield function.__code__, variables, variables.names, own
                 yield function.__dict__, function.__dict__, names, names
                 defaults = _defaults(function)
@@ -170,11 +231,15 @@ class GlobalReads:
                 yield cells, contents, contents.names, own
         for part in _bound(thing):
             self._meet(part, own)
+        if isinstance(thing, weakref.ReferenceType):
+            self._meet(thing(), names)
+        if isinstance(thing, partial):
+            yield thing, thing.keywords, frozenset(thing.keywords), own
         if isinstance(thing, ModuleType):
             if not self._is_library(thing.__name__):
                 yield thing, vars(thing), names, names
             return
-        if isinstance(thing, dict):
+        if isinstance(thing, (dict, MappingProxyType)):
             yield thing, thing, names, names
         elif isinstance(thing, ContextVar):
             yield thing, ByName(["value"], lambda _: _current(thing)), frozenset({"value"}), names
@@ -186,19 +251,22 @@ class GlobalReads:
             yield thing, vars(thing), settings - BOOKKEEPING | settings & {"training"}, names
             yield thing._modules, thing._modules, frozenset(thing._modules), names
         elif self._is_object(thing):
-            attributes = vars(thing) if hasattr(thing, "__dict__") else _slots(thing)
-            yield thing, attributes, names, names
+            yield thing, vars(thing) if hasattr(thing, "__dict__") else _slots(thing), names, names
         elif not isinstance(thing, type):
             return
-        for home in (thing if isinstance(thing, type) else type(thing)).__mro__:
+        making: Names = _MAKING if isinstance(thing, type) and thing not in self.kinds else frozenset()
+        for home in (*(thing.__mro__ if isinstance(thing, type) else ()), *type(thing).__mro__):
             if not self._is_library(home.__module__):
-                yield home, vars(home), names | _UNNAMED, names
+                further = frozenset[str]() if is_library(home.__module__, ()) else making | _special(home)
+                yield home, vars(home), names | _UNNAMED | further, names
 
     def _is_object(self, thing: Any) -> bool:
         """Return whether an object's attributes are recorded: a record, or an instance of a class outside of
         libraries."""
         if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
             return is_record(thing)
+        if isinstance(thing, threading.local):
+            return True
         kind = type(thing)
         return not self._is_library(kind.__module__) and (
             hasattr(thing, "__dict__") or hasattr(kind, "__slots__")
@@ -206,6 +274,14 @@ class GlobalReads:
 
     def _is_library(self, module: str | None) -> bool:
         return is_library(module, self.own)
+
+
+def _special(home: type) -> Names:
+    """Return the special methods that a class defines in Python, which operators call: ``__len__``, ``__get__``.
+    Those that `dataclasses` generates read every field and are left out."""
+    functions = {name: value for name, value in vars(home).items() if isinstance(value, FunctionType)}
+    written = (name for name, value in functions.items() if value.__code__.co_filename != "<string>")
+    return frozenset(name for name in written if name[:2] == name[-2:] == "__") - _NOT_OF_CALLS
 
 
 def _current(variable: ContextVar[Any]) -> Any:
@@ -246,6 +322,7 @@ _AROUND = {
     staticmethod: "__func__",
     classmethod: "__func__",
     property: "fget",
+    cached_property: "func",
     partial: "func",
     type(cache(len)): "__wrapped__",
 }
@@ -260,9 +337,15 @@ def _inside(thing: Any) -> FunctionType | None:
     return thing if isinstance(thing, FunctionType) else None
 
 
+_WRAPPER: Any = type((1).__add__)
+"""The type of special methods of C, bound to an object."""
+
+
 def _bound(thing: Any) -> tuple[Any, ...]:
     """Return what a bound method or partial function has bound: the instance, or the function and arguments; nothing
     for others."""
-    if isinstance(thing, (MethodType, BuiltinMethodType)):
+    if isinstance(thing, (MethodType, BuiltinMethodType, _WRAPPER)):
         return (thing.__self__,)
+    if isinstance(thing, property):
+        return (thing.fset, thing.fdel)
     return (thing.func, *thing.args, *thing.keywords.values()) if isinstance(thing, partial) else ()

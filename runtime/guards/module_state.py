@@ -16,6 +16,8 @@ from rematplan.runtime.guards.bulk_comparison import Namespaces, picked
 from rematplan.runtime.guards.call_key import like
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL = tuple(vars(torch.nn.modules.module)[f"_global{kind}"] for kind in HOOKS)
+"""The hooks that `torch.nn.modules.module.register_module_forward_hook` and its like add to all modules."""
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Tensor types that the guard in C++ compares without calling Python."""
 
@@ -85,7 +87,7 @@ class ModuleTree:
         ]
         self.empty = [mapping for _, mapping in (*children, *holders) if not mapping]
         self.filled = [mapping for _, mapping in (*children, *holders) if mapping]
-        self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS]
+        self.hooks = [a[kind] for a in self.attributes[1:] for kind in HOOKS] + list(_OF_ALL)
         slots = [
             (f"{prefix}{key}", mapping, key) for prefix, mapping in (*children, *holders) for key in mapping
         ]

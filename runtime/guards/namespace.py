@@ -18,6 +18,7 @@ class Namespace:
     place: Place
     values: Any
     before: dict[str, Any]
+    """By name; `UNSET` where there was none and the forward may set one."""
     owner: Owner | None = None
     """The module or record whose attributes they are; None for others."""
     uses: Callable[[str], Collection[str]] | None = None
@@ -45,7 +46,7 @@ class Namespace:
     def restore(self) -> None:
         """Give changed names their earlier values, and delete new ones."""
         for name in self.changed():
-            if name in self.before:
+            if self.before.get(name, UNSET) is not UNSET:
                 assign(self.values, name, self.before[name])
             else:
                 del self.values[name]

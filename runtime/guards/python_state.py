@@ -40,6 +40,7 @@ from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_iterator
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
+from rematplan.runtime.guards.reachable import reached
 from rematplan.runtime.guards.read_numbers import ReadNumber
 from rematplan.runtime.guards.repeated_writes import IsNone, KnownKeys, Write, assign
 from rematplan.runtime.guards.snapshots import UNSET, same
@@ -81,7 +82,7 @@ class PythonState:
     """By namespace and name, the numbers that the present run of the forward counts with: what each is now."""
     numbers: list[tuple[int, str]] = field(default_factory=list)
     """The numbers that the last run of the forward changed, and perhaps only counts with."""
-    iterators: list[tuple[str, Any]] = field(default_factory=list)
+    iterators: dict[tuple[int, str], Any] = field(default_factory=dict)  # by where it is reached from
     progress: list[Any] = field(default_factory=list)
     unguarded: set[tuple[int, str]] = field(default_factory=set)
     guarded: set[tuple[int, str]] = field(default_factory=set)
@@ -117,29 +118,32 @@ class PythonState:
             variables: Any = shelf.values
             if isinstance(variables, MappingProxyType):
                 variables = ClassAttributes(shelf.holder, shelf.found)
-            before = {name: shelf.values[name] for name in shelf.found}
+            before = dict.fromkeys(shelf.absent, UNSET) | {name: shelf.values[name] for name in shelf.found}
             uses = self._uses if shelf.named else None
             self.namespaces.append(
                 Namespace(Fixed(variables), variables, before, uses=uses, key=id(shelf.values))
             )
         self.places = {n.owner: at for at, n in enumerate(self.namespaces) if n.owner is not None}
-        found = self.contents
-        for namespace in self.namespaces:
-            for value in namespace.before.values():
-                for container in containers_in(value):
-                    if id(container) not in found:
-                        found[id(container)] = container, content(container)
-        self.iterators = [
-            (name, value)
-            for namespace in self.namespaces
-            if namespace.owner is None
-            for name, value in namespace.before.items()
-            if is_iterator(value)
-        ]
+        self.known, seen = {namespace.key for namespace in self.namespaces}, set[int]()
+        for at, namespace in enumerate(self.namespaces):
+            for name, value in namespace.before.items():
+                for one in reached(value, seen, self.known):
+                    if is_iterator(one):
+                        self.iterators.setdefault((at, name), one)
+                    else:
+                        self.contents[id(one)] = one, content(one)
         self.reads.use, self.reads.store = self.used, self.number_set
 
     def _uses(self, name: str) -> list[str]:
         return [use for code in self.global_reads.codes for use in uses_of(code, name)]
+
+    def check_iterators(self, watched: bool) -> None:
+        """Refuse iterators that the code names, except, if ``watched``, where their reads are recorded."""
+        for (at, name), iterator in self.iterators.items():
+            of_holder = self.namespaces[at].owner is not None
+            recorded = watched and of_holder and not self.namespaces[at].uses
+            if not recorded and (not of_holder or name in self.global_reads.names):
+                refuse_iterator(name, iterator)
 
     def begin(self) -> None:
         """Prepare for a run of the forward: restore the state, and let numbers that the last run changed be counted."""
@@ -149,7 +153,7 @@ class PythonState:
         self.keys.clear()
         self.counting = Counting()
         self.counted = {}
-        self.progress = [progress(one) for _, one in self.iterators]
+        self.progress = [progress(one) for one in self.iterators.values()]
         for at, name in self.numbers:
             namespace = self.namespaces[at]
             variable = Variable(namespace.place, name)
@@ -184,6 +188,9 @@ class PythonState:
         """Record a read of an attribute, and return its value, or a counted number if the forward changes it.
         Iterators are refused."""
         kind = type(value)
+        for place, found in self.iterators.items():
+            if name == place[1] and place == self._at(holder, name):
+                refuse_iterator(name, found)
         if self.undone and self._at(holder, name) in self.undone:
             raise ModelError(
                 f"the backward reads {name} (in a hook or an autograd.Function), and the forward changes it; read "
@@ -196,12 +203,8 @@ class PythonState:
                 return value
         owner = self.reads.owner_of(holder)
         at = self.places.get(owner) if owner is not None else None
-        if (
-            owner is None
-            or at is None
-            or (owner, name) in self.reads.fresh
-            or name not in self.namespaces[at].values
-        ):
+        fresh = self.reads.fresh
+        if owner is None or at is None or (owner, name) in fresh or name not in self.namespaces[at].values:
             return value
         use = use_of(frame.f_code, frame.f_lasti, name)
         if kind not in _NUMBERS and use == READ:
@@ -290,9 +293,9 @@ class PythonState:
 
         An iterator that advanced is refused.
         """
-        for (name, iterator), before in zip(self.iterators, self.progress, strict=True):
-            if progress(iterator) != before:
-                refuse_iterator(name, iterator)
+        for ((_, name), one), before in zip(self.iterators.items(), self.progress, strict=True):
+            if progress(one) != before:
+                refuse_iterator(name, one)
         self.unguarded, self.guarded, self.settled = set(), set(), set()
         self.conditions, self.numbers, self.filled = [], [], set()
         rebound = [(at, name) for at, n in enumerate(self.namespaces) for name in n.changed()]
@@ -364,7 +367,7 @@ class PythonState:
             return aliases
         for at, namespace in enumerate(self.namespaces):
             for name, value in namespace.before.items():
-                for container in containers_in(value):
+                for container in reached(value, set(), self.known):
                     if id(container) in aliases:
                         aliases[id(container)].append(_Alias(at, name, container is value))
         return aliases
@@ -398,8 +401,8 @@ class PythonState:
                 value = self.namespaces[one.at].before[one.name]
                 if not any(container is seen for seen in compared_in(value)):
                     raise ModelError(
-                        f"the forward changes and reads {one.name}, which has too many entries to be compared at every "
-                        f"call; change it outside the forward"
+                        f"the forward changes what it finds in {one.name}, which is too large, or no container, to be "
+                        f"compared at every call; change it outside the forward"
                     )
         if (alias.at, alias.name) in written:
             return []

@@ -16,7 +16,6 @@ from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.imports import imports_kept
-from rematplan.runtime.guards.iterators import is_iterator, refuse_iterator
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
 from rematplan.runtime.guards.snapshots import parts_of
@@ -75,6 +74,7 @@ def recording(
     global_reads = GlobalReads(modules, leaves)
     with reads_of(modules) as reads:
         state = PythonState(reads, global_reads)
+        state.check_iterators(watched=True)
         values = ValueGuardRecorder(buffers, batch, assumed)
         try:
             with imports_kept(state.contents):
@@ -95,11 +95,9 @@ def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[N
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     state = PythonState(Reads(modules), global_reads)
-    values = [(n.owner, name, value) for n in state.namespaces for name, value in n.before.items()]
-    for owner, name, value in values:
-        if is_iterator(value) and (owner is None or name in global_reads.names):
-            refuse_iterator(name, value)
-    own = (v for _, _, value in values for v in parts_of(value) if isinstance(v, torch.Generator))
+    state.check_iterators(watched=False)
+    values = [value for namespace in state.namespaces for value in namespace.before.values()]
+    own = (v for value in values for v in parts_of(value) if isinstance(v, torch.Generator))
     with kept_generators((*global_reads.generators.values(), *own)):
         try:
             yield

@@ -3,10 +3,13 @@ constants."""
 
 from __future__ import annotations
 
+import copy
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,12 +32,12 @@ _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
 }
 """By type of container, the method that iterates over its values. The built-in method is used, since subclasses
 may override it."""
-MOST = 1000
+MOST = 10_000
 """The largest number of entries of a container whose content is compared, since the comparison happens at
 every call."""
-MOST_NUMBERS = 1 << 16
+MOST_NUMBERS = 1 << 20
 """The largest number of elements of an array whose content is compared."""
-_DEEPEST = 4
+DEEPEST = 8
 """The largest nesting depth of containers whose content is compared."""
 
 
@@ -51,12 +54,14 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
     return objects, copies
 
 
-def kept(value: Any, depth: int = _DEEPEST) -> Any:
+def kept(value: Any, depth: int = DEEPEST) -> Any:
     """Return what `same` needs of a value: copies of containers and NumPy arrays, down to ``depth`` levels, else the
     value itself."""
     kind = _kind(value)
-    if kind is np.ndarray and value.size <= MOST_NUMBERS:
-        return value.copy()
+    if kind is array or (kind is np.ndarray and value.size <= MOST_NUMBERS):
+        return copy.copy(value)
+    if kind is MappingProxyType:
+        return kept(dict(value), depth)
     if kind not in _CONTAINERS or kind.__len__(value) > MOST or not depth:
         return value
     if kind is dict:
@@ -67,11 +72,15 @@ def kept(value: Any, depth: int = _DEEPEST) -> Any:
     return kind(parts)
 
 
-def parts_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
+def parts_of(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
     """Yield a value, or the values in a container, down to ``depth`` levels. Deeper and larger (`MOST`) containers
     are left out."""
     kind = _kind(value)
-    if kind not in _CONTAINERS:
+    if kind is np.ndarray and value.dtype == object:
+        yield from parts_of(value.ravel().tolist(), depth)
+    elif kind is MappingProxyType:
+        yield from parts_of(dict(value), depth)
+    elif kind not in _CONTAINERS:
         yield value
     elif depth and kind.__len__(value) <= MOST:
         for part in _CONTAINERS[kind](value):
@@ -95,6 +104,8 @@ def same(a: Any, b: Any) -> bool:
     if a is b:
         return a is not UNSET
     kind = _kind(a)
+    if kind is MappingProxyType:
+        return same(dict(a), b)
     if kind is not _kind(b):
         return False
     if kind in (list, tuple, deque, dict):
@@ -104,6 +115,8 @@ def same(a: Any, b: Any) -> bool:
         return kind.__len__(a) == kind.__len__(b) and (
             all(map(is_, parts(a), parts(b))) or all(map(same, parts(a), parts(b)))
         )
+    if kind is array:
+        return bool((a.typecode, a.tobytes()) == (b.typecode, b.tobytes()))
     if kind is np.ndarray:
         return (
             a.size <= MOST_NUMBERS and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
