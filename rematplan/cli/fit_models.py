@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -179,7 +179,8 @@ def _positional(model: nn.Module, given: Any) -> tuple[nn.Module, list[torch.Ten
     `UsageError`."""
     if isinstance(given, torch.Tensor):
         return model, [given]
-    tensors = list(given.values() if isinstance(given, Mapping) else given)
+    found = given.values() if isinstance(given, Mapping) else given
+    tensors = list(found) if isinstance(found, Iterable) else []
     if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors):
         raise UsageError("the inputs must be tensors: one, a sequence of them, or a mapping of names to them")
     return (_ByName(model, list(given), {}) if isinstance(given, Mapping) else model), tensors

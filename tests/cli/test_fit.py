@@ -15,7 +15,7 @@ from torch import nn
 
 import rematplan
 from rematplan.cli import main
-from rematplan.cli.fit_models import sized_model
+from rematplan.cli.fit_models import _positional, sized_model
 from rematplan.cli.output import Output
 from rematplan.fitting.fit import answer
 from rematplan.fitting.lengths import read_lengths
@@ -431,3 +431,9 @@ def test_models_of_timm_are_made_by_name(capsys: pytest.CaptureFixture[str]) -> 
     assert status == (0 if has_timm else 2)
     said = capsys.readouterr()
     assert ("fits: resnet18" in said.out) if has_timm else ("needs the package timm" in said.err)
+
+
+@pytest.mark.parametrize("given", [None, 3, (), [1.0]])
+def test_inputs_that_are_no_tensors_are_refused(given: object) -> None:
+    with pytest.raises(UsageError, match="the inputs must be tensors"):
+        _positional(network(), given)
