@@ -149,7 +149,9 @@ class Tracing:
         """Capture the step. `NoGradients` if no output has a gradient, but `ModelError` if one may have: the forward
         returns or keeps an object in which PyTorch does not see tensors."""
         try:
-            return capture(flat, self.batch, self.name, self.model, record.values)
+            step = capture(flat, self.batch, self.name, self.model, record.values)
+            record.state.check_backward()
+            return step
         except NoGradients as error:
             if any(hides_tensors(one, called_later=True) for one in flat.constants) or flat.attributes:
                 raise ModelError(str(error)) from None

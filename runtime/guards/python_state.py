@@ -167,6 +167,14 @@ class PythonState:
         self.undone = set(self._changed())
         self.restore()
 
+    def check_backward(self) -> None:
+        """Refuse a backward that changes state; the trace of the forward has been undone before it."""
+        changed = next(self._changed(), None)
+        if changed:
+            raise ModelError(
+                f"the backward changes {changed[1]} (in a hook or an autograd.Function), which a planned one does not"
+            )
+
     def _changed(self) -> Iterator[tuple[int, str]]:
         """Yield the names whose values or content differ from before the forward."""
         contents = {id(one) for one, was in self.contents.values() if not unchanged_content(one, was)}

@@ -190,3 +190,30 @@ def test_a_cached_property_is_computed_once() -> None:
     ours = rematplan.plan_module(Net(lambda s: s.drawn), (X,), **SETTINGS)
     assert all(map(torch.equal, outputs(ours), expected))
     assert len(ours.plans) == 2
+
+
+class Alternating(torch.autograd.Function):
+    """Counts its backwards, and goes by the number."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        Alternating.calls += 1
+        return grad * (1 + Alternating.calls % 2)
+
+
+class Counted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Alternating.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+def test_a_backward_that_changes_state_is_refused() -> None:
+    with pytest.raises(ModelError, match="the backward changes calls") as error:
+        rematplan.plan_module(Counted(16, 16), (X,), **SETTINGS)
+    assert len(str(error.value).splitlines()) == 1
+    assert Alternating.calls == 0
