@@ -59,9 +59,9 @@ def apply(
         options: the other keywords of `plan_module`, such as ``strategy`` and ``reserved``.
 
     Raises:
-        UsageError: ``model`` is no module, is or contains a scripted one, or was made by `plan_module`; there is no
-            budget; there is no module of a name in ``modules``; or an option is unknown or malformed. The first
-            training call raises the other errors of `plan_module`.
+        UsageError: ``model`` is no module, is or contains a scripted one, has parameters without a shape, or was made
+            by `plan_module`; there is no budget; there is no module of a name in ``modules``; or an option is unknown
+            or malformed. The first training call raises the other errors of `plan_module`.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
@@ -70,6 +70,10 @@ def apply(
     if isinstance(model, HasRunner):
         raise UsageError(
             f"this {type(model).__name__} was made by plan_module; plan its model in place instead"
+        )
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        raise UsageError(
+            f"{type(model).__name__} has parameters without a shape yet; call it once before planning"
         )
     scripted = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
     if scripted is not None:

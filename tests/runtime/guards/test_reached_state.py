@@ -17,7 +17,7 @@ from same_bits import SETTINGS, X
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 
 VARIABLE = "REMATPLAN_REACHED"
 
@@ -217,3 +217,9 @@ def test_a_backward_that_changes_state_is_refused() -> None:
         rematplan.plan_module(Counted(16, 16), (X,), **SETTINGS)
     assert len(str(error.value).splitlines()) == 1
     assert Alternating.calls == 0
+
+
+def test_parameters_without_a_shape_are_refused_in_place() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UsageError, match="without a shape"):
+        rematplan.apply(model, **SETTINGS)
