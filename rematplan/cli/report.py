@@ -63,8 +63,10 @@ def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
             raise UsageError(f"{args.model} is a plan; state neither --budget nor --plan")
         plan, graph = found
         return Source(graph, None, ()), plan
-    if (args.budget is None) == (args.plan is None):
+    if args.budget is not None and args.plan is not None:
         raise UsageError("state a --budget or a --plan file, not both")
+    if args.budget is None and args.plan is None:
+        raise UsageError(f"{args.model} is no plan: state a --budget or a --plan file")
     source = load(args, out)
     if args.plan is not None and source.loaded is None:
         return source, load_plan(args.plan, source.graph)
