@@ -9,6 +9,7 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.module.model_errors import eager_forwards
+from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.snapshots import UNSET, kept, same
 
@@ -36,7 +37,9 @@ def check_state_returns(
     def check_next_call() -> None:
         try:
             for _ in eager_forwards(model, forward, args, kwargs, 1):
-                again()
+                # One of these modes copies what ops write, but a trace writes into no memory.
+                with disable_current_modes():
+                    again()
         finally:
             state.restore()
 

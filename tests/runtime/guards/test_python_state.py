@@ -69,7 +69,7 @@ class Net(nn.Module):
 
     def __init__(self, rule: Callable[..., Any]) -> None:
         super().__init__()
-        self.lin, self.rule = nn.Linear(16, 16), rule
+        self.lin, self.norm, self.rule = nn.Linear(16, 16), nn.BatchNorm1d(16), rule
         self.flag, self.first, self.step, self.tau, self.shape = True, True, 0, 1.0, None
         self.many, self.table, self.items, self.names = (0,), {}, [], set()
         self.mode, self.settings, self.frozen, self.slotted, self.helper = (
@@ -95,7 +95,7 @@ class Net(nn.Module):
         return self._hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.lin(x)) * self.rule(self, x)
+        return torch.tanh(self.norm(self.lin(x))) * self.rule(self, x)
 
 
 def flip(s: Any, _: Tensor) -> float:
@@ -359,6 +359,7 @@ def test_state_that_a_forward_reads_and_changes_is_followed(rule: Callable[..., 
             y = model(x)
             y.square().sum().backward()
             given += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            given += [buffer.clone() for buffer in model.buffers()]
         return given
 
     plain = new()
