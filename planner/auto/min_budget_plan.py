@@ -113,8 +113,8 @@ def _plans_above(
     seed: int,
     keep_order: bool,
 ) -> tuple[list[Plan], BaseException | None]:
-    """Return plans at larger peaks than the smallest, that of the last plan in ``known``, and what interrupted their
-    search, or None."""
+    """Return plans at larger peaks than that of the last plan in ``known``, and what interrupted their search, or
+    None."""
     found: list[Plan] = []
     if not keep_order:  # block plans need not keep the order
         part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)

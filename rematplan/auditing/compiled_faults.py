@@ -11,7 +11,7 @@ from rematplan.auditing.step_runs import Results, Step, results_of
 
 REDRAWN = "activation_memory_budget lets the backward draw random numbers again"
 SHARE = 0.1
-"""What another run explains if it differs by that share of a difference; rounding is less."""
+"""Another run explains a difference if it differs by at least this share of it; rounding differs by less."""
 
 
 def faults_of_compiled(
