@@ -149,9 +149,8 @@ class Tracing:
         """Capture the step. `NoGradients` if no output has a gradient, but `ModelError` if one may have: the forward
         returns or keeps an object in which PyTorch does not see tensors."""
         try:
-            step = capture(flat, self.batch, self.name, self.model, record.values)
-            record.state.check_backward()
-            return step
+            check = record.state.check_backward
+            return capture(flat, self.batch, self.name, self.model, record.values, check)
         except NoGradients as error:
             if any(hides_tensors(one, called_later=True) for one in flat.constants) or flat.attributes:
                 raise ModelError(str(error)) from None

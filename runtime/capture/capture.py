@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,14 +21,15 @@ def capture(
     name: str,
     root: nn.Module | None = None,
     decisions: ValueGuardRecorder | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
     """Trace ``module(*batch)``, a tensor or tuple of them, with its backward as one step of ATen calls, and leave
     the module unchanged.
 
-    No output may be a view of an input, a parameter or another output.
+    No output may be a view of an input, a parameter or another output. ``check``: is called after the backward.
     """
     root = module if root is None else root  # not `or`: an empty module list is false
-    return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions)).step)
+    return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions, check=check)).step)
 
 
 def check_traceable(module: nn.Module) -> None:

@@ -118,6 +118,8 @@ class TraceRequest:
     """Records the decisions that depend on values of inputs or buffers; None forbids them."""
     symbols: BatchSymbols | None = None
     """Creates symbols for the batch's sizes; None traces with fixed sizes."""
+    check: Callable[[], None] = lambda: None
+    """Is called after the backward, before attributes are restored."""
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
@@ -133,7 +135,9 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
             no_saved_tensors_hooks(name),
             only_what_is_read(),
         ):
-            return _traced(request)
+            traced = _traced(request)
+            request.check()
+            return traced
     except NotSymbolic as error:
         raise _at_line(str(error), error) from error
     except ModelError:

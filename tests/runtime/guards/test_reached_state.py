@@ -219,6 +219,57 @@ def test_a_backward_that_changes_state_is_refused() -> None:
     assert Alternating.calls == 0
 
 
+LOGS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a list": lambda s, g: s.norms.append(g.norm().item()),
+    "a list of tensors": lambda s, g: s.norms.append(g.norm()),
+    "a private dictionary": lambda s, g: s._by_name.update(last=g.norm().item()),
+    "an attribute": lambda s, g: setattr(s, "norm", g.norm().item()),
+    "a gradient kept": lambda s, g: setattr(s, "kept", g),
+}
+
+
+class Logging(nn.Module):
+    """Logs the norms of a gradient by a hook of a tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.norms, self._by_name = how, list[Any](), dict[str, float]()
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in "ab"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+
+        def note(gradient: Tensor) -> None:
+            LOGS[self.how](self, gradient)
+
+        h.register_hook(note)
+        return self.second(h)  # type: ignore[no-any-return]
+
+    def told(self) -> list[float]:
+        kept = [
+            *self.norms,
+            *self._by_name.values(),
+            getattr(self, "norm", 0.0),
+            getattr(self, "kept", X).sum(),
+        ]
+        return [float(one) for one in kept]
+
+
+@pytest.mark.parametrize("how", LOGS)
+def test_a_hook_that_logs_a_gradient_runs_in_every_step(how: str) -> None:
+    models = Logging(how), Logging(how)
+    models[1].load_state_dict(models[0].state_dict())
+    rematplan.apply(models[1], **SETTINGS)
+    for _ in range(3):
+        for model in models:
+            model(X).square().mean().backward()
+        assert models[0].told() == models[1].told()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))  # type: ignore[arg-type]
+    assert len(rematplan.planning(models[1]).plans) == 2
+
+
 def test_parameters_without_a_shape_are_refused_in_place() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(UsageError, match="without a shape"):
