@@ -2,6 +2,7 @@
 
 from rematplan.ir.errors import (
     CHEAP,
+    CapturedAnew,
     InfeasibleBudget,
     LatticeTooLarge,
     ModelError,
@@ -20,6 +21,7 @@ from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 __all__ = [
     "CHEAP",
+    "CapturedAnew",
     "InfeasibleBudget",
     "LatticeTooLarge",
     "ModelError",

@@ -39,6 +39,11 @@ class NotCaptured(ModelError):
     """A model whose training step cannot be captured as a graph. Some of its modules may be."""
 
 
+class CapturedAnew(NotCaptured):
+    """A model that can be captured, but has another graph in so many calls that each would take the time of a
+    capture."""
+
+
 class NoGradients(ModelError):
     """A call of a model of which no output depends on a trainable parameter: it has no training step to plan."""
 

@@ -33,7 +33,8 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
 MANY = 8
-"""The number of captures of one module at which a warning is issued."""
+"""The number of captures of one module at which a warning is issued, and of steps for known sizes (`Captures.repeated`)
+after which it is planned in parts, if that is possible."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,8 @@ class Captures:
     """The captures by everything that selects a plan except sizes; the kind of call used last comes last."""
     ready: tuple[ReadyCapture, ...] = ()
     """Captures that were made before, and serve the calls for which they are valid."""
+    repeated: int = 0
+    """How many steps were made for sizes that an earlier call had: a number, a value or a state was another one."""
     warned: bool = False
     """Whether `warn_of_many` has issued its warning."""
     only_fixed: str = ""
@@ -80,7 +83,7 @@ class Captures:
         """Return a copy for a copy of the module, with the present captures or none. Later captures of one do not
         appear in the other."""
         shapes = {key: one.copy() for key, one in self.shapes.items()} if with_shapes else {}
-        return replace(self, shapes=shapes)
+        return replace(self, shapes=shapes, repeated=self.repeated if with_shapes else 0)
 
     def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
         """Return a new cache entry for a call."""
@@ -109,6 +112,9 @@ class Captures:
         for ready in self.ready:
             if ready.serves(tracing):
                 return ready.found
+        met = {sizes for one in self.shapes.values() for sizes in one.met}
+        # Many sizes displace each other's plans.
+        self.repeated += tuple(t.shape for t in tracing.batch) in met and len(met) < self.most
         found = shapes.find(tracing.state, tracing.batch, tracing.symbolic, tracing.fixed)
         self._drop_oldest()
         return found

@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.ir import InfeasibleBudget, ModelError, RematplanError, first_line, show_bytes
+from rematplan.ir import (
+    CapturedAnew,
+    InfeasibleBudget,
+    ModelError,
+    RematplanError,
+    first_line,
+    show_bytes,
+)
 from rematplan.module.capture_lock import LOCK
-from rematplan.module.captures import Captures
+from rematplan.module.captures import MANY, Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
@@ -32,6 +39,8 @@ from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.warn import warn
 
+ANEW = "it had another graph in many calls, each with a capture"
+"""Why a module is no part any longer."""
 SMALL = 1 / 64
 """The share of the bytes of all arguments below which the sizes of one are not compared."""
 
@@ -75,6 +84,8 @@ class PlannedParts:
         """The modules that may be parts, as found for the latest rehearsal."""
         self.unfit: dict[str, str] = {}
         """By the name of a module that can be captured, but is no part, why."""
+        self._stay: set[str] = set()
+        """The names of parts that stay parts although each call may need another capture of them."""
         self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
         """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
         if another rehearsal is needed, since a module has run that did not run in this one."""
@@ -166,11 +177,15 @@ class PlannedParts:
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
         """Return the plan for a call. The first call of its kind is rehearsed and planned."""
+        self._leave_out_anew(original, args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(original.model).state(original.model)
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = tensors_in(leaves)
+        # Each new number would be rehearsed.
+        numbers = (int, float) if isinstance(self.error, CapturedAnew) else ()
+        leaves = [type(leaf) if type(leaf) in numbers else leaf for leaf in leaves]
         known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
         of_sizes = (one for sizes, one in known if sizes is not None and _within(tensors, sizes))
         rehearsed = next((one for one in of_sizes if _holds(original.model, one)), None)
@@ -186,6 +201,20 @@ class PlannedParts:
             self._divisions[key] = self._divided(original.model, rehearsed, sums)
         self.last = self._divisions[key]
         return self.last.plan
+
+    def _leave_out_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let parts that had another graph in many calls be no parts any longer, unless no others are left."""
+        runners = self.last.runners.items() if self.last and self.error is not None else ()
+        anew = {name for name, one in runners if one.captures.repeated >= MANY} - self._stay
+        if not anew:
+            return
+        self._stay |= anew
+        known = self.unfit, self._known, self._divisions, self.last
+        self.unfit, self._known, self._divisions = {**self.unfit, **dict.fromkeys(anew, ANEW)}, {}, {}
+        try:
+            self.prepare(original, args, kwargs)
+        except RematplanError:
+            self.unfit, self._known, self._divisions, self.last = known
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
@@ -232,7 +261,8 @@ class PlannedParts:
         try:
             made = plan(store.fixed.get(self.planner.budget_key))
         except InfeasibleBudget as error:
-            if reaction(options, first=not (self._divisions or store)) == RAISE:
+            is_optional = isinstance(self.error, CapturedAnew) and not self._divisions
+            if is_optional or reaction(options, first=not (self._divisions or store)) == RAISE:
                 raise
             made = plan(error.smallest)
             warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from rematplan.ir import ModelError, NoGradients, NotCaptured, UsageError, show_bytes
-from rematplan.module.cached_plans import CachedPlans
+from rematplan.ir import (
+    CapturedAnew,
+    InfeasibleBudget,
+    ModelError,
+    NoGradients,
+    NotCaptured,
+    RematplanError,
+    UsageError,
+    show_bytes,
+)
+from rematplan.module.cached_plans import CachedPlans, CacheEntry
 from rematplan.module.capture_lock import LOCK
-from rematplan.module.forward_capture import Original
+from rematplan.module.captures import MANY
+from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.find_modules import modules_of_names, modules_to_try
@@ -27,7 +37,11 @@ from rematplan.plans.replicas import HeldByReplica, in_replica
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call
 from rematplan.runtime.graph.compat import pytree, replicating
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.guards.snapshots import PLAIN
 from rematplan.runtime.statistics.options import Kronecker
+
+COUNTER = "num_batches_tracked"
 
 
 class WholeOrParts(Runner):
@@ -48,6 +62,10 @@ class WholeOrParts(Runner):
         self.modules = modules
         self.parts: PlannedParts | None = None
         """Runs the parts; None if the whole is planned, or nothing is planned yet."""
+        self.stays_whole = False
+        """Whether the whole is planned although each call may need another capture: parts were tried in vain."""
+        self.settings: tuple[Any, ...] | None = None
+        """The model's settings (`settings_of`) before the first call in parts; empty from the second call on."""
         if modules is not None:
             self._check_parts()
 
@@ -78,12 +96,18 @@ class WholeOrParts(Runner):
         if self._is_whole:
             try:
                 return super().__call__(original, args, kwargs)
+            except CapturedAnew as error:
+                self._try_parts(original, args, kwargs, error)
+                if self._is_whole:
+                    return super().__call__(original, args, kwargs)
             except ModelError as error:
                 self._plan_in_parts(original, error)
         leaves, spec = flattened_call(args, kwargs)
         state = self.state_if_planned(original, leaves, spec)
         if state is None:
             return self._unplanned(original, args, kwargs)
+        if self._is_whole_now(original, args, kwargs):
+            return super().__call__(original, args, kwargs)
         self.unplanned.begin_planned_call()
         if self.prepared is not None:
             self._begin_training(leaves, spec, state)
@@ -97,6 +121,10 @@ class WholeOrParts(Runner):
         if self._is_whole:
             try:
                 return super().prepare(original, args, kwargs)
+            except CapturedAnew as error:
+                self._try_parts(original, args, kwargs, error)
+                if self._is_whole:
+                    return super().prepare(original, args, kwargs)
             except ModelError as error:
                 self._plan_in_parts(original, error)
         with torch.inference_mode(False), torch.enable_grad():
@@ -144,6 +172,62 @@ class WholeOrParts(Runner):
             self.plans = CachedPlans(self.asked.max_plans)
             self.captures = self.captures.copy(with_shapes=False)
 
+    def _new(self, key: Hashable, tracing: Tracing) -> CacheEntry:
+        if self.captures.repeated >= MANY and not self.stays_whole:
+            raise CapturedAnew(
+                f"{self.name} had another graph in {MANY} calls of known sizes (it decides by values, or reads numbers "
+                f"or Python state that keep changing)"
+            )
+        return super()._new(key, tracing)
+
+    def _try_parts(
+        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], error: CapturedAnew
+    ) -> None:
+        """Let the model be planned in parts, which are captured once, unless they need more than the plans so far."""
+        known, needed, text = (self.plans, self.captures), 0, ""
+        most = max(one.plan.budget or one.plan.peak for one in self.plans.plain())
+        try:
+            self._plan_in_parts(original, error)
+            assert self.parts
+            with torch.inference_mode(False), torch.enable_grad():
+                plan = self.parts.prepare(original, args, kwargs)
+            needed, text = plan.peak, plan.text()
+        except InfeasibleBudget as why:
+            needed = why.smallest
+        except RematplanError as why:
+            LOG.info("%s; it is not planned in parts: %s", error, why)
+        if self.parts is not None and 0 < needed <= most:
+            warn(f"{error}; from now on it is {text}")
+            return
+        self.parts, self.stays_whole, (self.plans, self.captures) = None, True, known
+        if needed:
+            warn(f"{error}; each new graph is captured, since parts need {show_bytes(needed)}")
+
+    def _is_whole_now(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan the whole if only the first call, which has changed settings, could not be captured. Return whether it
+        is planned."""
+        parts, before = self.parts, self.settings
+        if self.modules is not None or parts is None or before == () or isinstance(parts.error, CapturedAnew):
+            return False
+        now = settings_of(original.model)
+        self.settings = now if before is None else ()
+        if before is None or now == before:
+            return False
+        self.parts = None
+        try:
+            super().prepare(original, args, kwargs)
+            plan = self.last.plan
+            if plan.peak <= (plan.budget or plan.peak):
+                self.say(
+                    plan.peak, plan.budget or plan.peak, plan.estimate.overhead, " (as a whole from now on)"
+                )
+                return True
+        except RematplanError as why:
+            LOG.info("%s is still planned in parts: %s", self.name, why)
+        self.parts, self.plans = parts, CachedPlans(self.asked.max_plans)
+        self.captures = self.captures.copy(with_shapes=False)
+        return False
+
     def _check_parts(self) -> None:
         """Refuse options that parts cannot have. They are planned as a pipeline's stages are."""
         options = self.planner.options
@@ -187,3 +271,11 @@ class WholeOrParts(Runner):
             f"{show_bytes(budget)}, {100 * overhead:.1f} % overhead{more}; not counted: {uncounted}",
             file=sys.stderr,
         )
+
+
+def settings_of(model: nn.Module) -> tuple[Any, ...]:
+    """Return the plain attributes of a model's modules, and its buffers of one element, such as a flag that the first
+    forward sets. The counters of batch norms are left out."""
+    plain = (value for part in model.modules() for value in vars(part).values() if type(value) in PLAIN)
+    single = (b for name, b in model.named_buffers() if b.numel() == 1 and not name.endswith(COUNTER))
+    return (*plain, *(repr(b.item()) for b in single))

@@ -1,0 +1,198 @@
+"""Laws of models that have another graph in each call: after a few captures they are planned in parts, if these fit the
+budget; all steps have eager mode's bits."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from same_bits import SETTINGS
+from torch import Tensor, nn
+
+import rematplan
+from rematplan.module.captures import MANY
+
+STEPS = MANY + 5
+LOG: list[float] = []
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+class Base(nn.Module):
+    """Two blocks with something between them that changes in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(block(), block()), nn.Sequential(block(), block())
+        self.register_buffer("step", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("queue", torch.randn(16, 16 * STEPS))
+
+    step: Tensor
+    queue: Tensor
+
+
+class WarmUp(Base):
+    """A weight of the loss that grows with a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = min(1.0, self.step.item() / 1000)
+        self.step += 1
+        h = self.first(x)
+        return self.second(h).square().mean() + weight * h.square().mean()  # type: ignore[no-any-return]
+
+
+class Queue(Base):
+    """A place in a queue that advances, as in MoCo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        at = int(self.step)
+        scores = self.second(h) @ self.queue.clone()
+        self.queue[:, at : at + len(x)] = h.detach()[:16].T
+        self.step[0] = (at + 16) % self.queue.shape[1]
+        return scores.square().mean()
+
+
+class Argument(Base):
+    """A number among the arguments."""
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return self.second(self.first(x) * by).square().mean()  # type: ignore[no-any-return]
+
+
+class Inner(nn.Module):
+    """Has its number inside of its only large module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Argument()
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return self.inner(x, by)  # type: ignore[no-any-return]
+
+
+class Logging(Base):
+    """Names a list that grows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x is None:
+            LOG.clear()
+        return self.second(self.first(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def batch(at: int, rows: int = 16) -> tuple[Any, ...]:
+    return (torch.randn(rows, 16, generator=torch.Generator().manual_seed(at)),)
+
+
+def with_number(at: int) -> tuple[Any, ...]:
+    return (*batch(at), 0.5 + at / 16)
+
+
+KINDS: dict[type[nn.Module], Callable[[int], tuple[Any, ...]]] = {
+    WarmUp: batch,
+    Queue: batch,
+    Argument: with_number,
+    Inner: with_number,
+    Logging: batch,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_changes_in_each_call_is_planned_in_parts_after_a_few_captures(
+    kind: type[nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    eager, of_step = kind(), KINDS[kind]
+    model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"})
+    plans = list[Any]()
+    for at in range(2 * STEPS if kind is Inner else STEPS):
+        for one in (eager, model):
+            one(*of_step(at)).backward()
+        LOG.append(0.0)
+        grads = [[p.grad for p in one.parameters()] for one in (eager, model)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+        assert all(map(torch.equal, eager.buffers(), model.buffers()))
+        plans.append(rematplan.planning(model).plans)
+    assert len(plans[-1]) == 2
+    assert plans[-1] == plans[-2]
+    assert sum("another graph" in str(one.message) for one in recwarn) == 1
+
+
+def test_a_few_outcomes_keep_the_whole() -> None:
+    class Cyclic(WarmUp):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            self.step %= MANY
+            return found
+
+    model = rematplan.apply(Cyclic(), **SETTINGS)
+    for at in range(2 * MANY):
+        model(*batch(at)).backward()
+    assert rematplan.planning(model).stats().captures == MANY
+
+
+def test_parts_that_do_not_fit_leave_the_whole_which_says_what_they_need(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    eager = Queue()
+    model = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
+    for at in range(STEPS):
+        for one in (eager, model):
+            one(*batch(at)).backward()
+    assert len(rematplan.planning(model).plans) == STEPS
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)
+    )  # type: ignore[arg-type]
+    (told,) = [str(one.message) for one in recwarn if "another graph" in str(one.message)]
+    assert "parts need" in told
+
+
+class Normalised(nn.Module):
+    """An ActNorm, which sets its parameters from the first batch."""
+
+    def __init__(self, flag: Any) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.ones(16))
+        if isinstance(flag, Tensor):
+            self.register_buffer("is_set", flag.clone())
+        else:
+            self.is_set = flag
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.data = 1 / (x.detach().std(0) + 1e-6)
+            if isinstance(self.is_set, Tensor):
+                self.is_set.fill_(1)
+            else:
+                self.is_set = True
+        return self.scale * (x + self.shift)
+
+
+@pytest.mark.parametrize("flag", [False, torch.tensor(False), torch.zeros(1, dtype=torch.uint8)])
+@pytest.mark.parametrize("how", ["in place", "plan_module"])
+def test_a_first_call_that_sets_parameters_runs_in_parts_and_later_ones_as_a_whole(
+    flag: Any, how: str
+) -> None:
+    eager = nn.Sequential(Normalised(flag), block(), Normalised(flag), block())
+    ours, options = copy.deepcopy(eager), {**SETTINGS, "budget": "100%"}
+    planned = (
+        rematplan.apply(ours, **options)
+        if how == "in place"
+        else rematplan.plan_module(ours, batch(0, 256), **options)
+    )
+    counts = []
+    for at in range(4):
+        for one in (eager, planned):
+            one.zero_grad()
+            one(*batch(at, 256)).square().mean().backward()
+        grads = [[p.grad for p in one.parameters()] for one in (eager, planned)]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+        assert all(map(torch.equal, eager.state_dict().values(), planned.state_dict().values()))
+        counts.append(rematplan.planning(planned).stats().plans)
+    assert counts == [2, 1, 1, 1]
+    (plan,) = rematplan.planning(planned).plans
+    assert plan.peak <= plan.budget
