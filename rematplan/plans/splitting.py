@@ -22,7 +22,8 @@ from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.axis_rules import rule_of
-from rematplan.runtime.split.early_backward import early_backward
+from rematplan.runtime.split.dimension_rules import SUM
+from rematplan.runtime.split.early_backward import scales_gradients
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
 from rematplan.runtime.split.row_bits import changed_rows
 from rematplan.runtime.split.split_step import ROWS, bounds_of, split_regions, splittable
@@ -157,8 +158,12 @@ def _noted(
         texts.append(
             f"{name} in {parts} parts ({show_bytes(_saved(kind))} of tensors exist in parts only{time})"
         )
-    why = "gradients of weights in them are sums over parts, so they differ from the unsplit ones by rounding"
-    if any(early_backward(StepUse(step), r) for kind in choice for r in kind):
+    use, regions = StepUse(step), [r for kind in choice for r in kind]
+    sums = "gradients of weights in them"
+    if any(SUM in map(r.states.get, r.losses) for r in regions):
+        sums = f"losses that are no cross entropies, and {sums},"
+    why = f"{sums} are sums over parts, so they differ from the unsplit ones by rounding"
+    if any(scales_gradients(use, r) for r in regions):
         why += "; so do all gradients if the loss is scaled by a factor that is no power of two"
     why += f"; {_about_rows(problems, step, choice)}"
     return RewrittenStep(_split(problems, step, choice), (f"{step.name}: split {'; '.join(texts)}; {why}",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ class CallEmitter:
         self.values = dict(values)
         self.calls: list[Call] = []
         self.region = region
+        self.copies: dict[str, str] = {}
+        """By value, its contiguous copy."""
 
     def plain(
         self,
@@ -81,6 +83,25 @@ class CallEmitter:
                 raise CannotSplit(self.region, f"{name} is a view of other tensors than the whole op")
             self.values[result] = Value(result, storages.setdefault(memory, result), name, fake)
         self.calls.append(call)
+
+    def copied(self, like: Call | None, value: str) -> str:
+        """Emit a contiguous copy of a value if there is none yet, and return its name."""
+        if value not in self.copies:
+            self.copies[value] = copy = f"{value}.copy"
+            made = Call(
+                copy, torch.ops.aten.clone.default, (), {}, (copy,), module=like.module if like else ""
+            )
+            given = {"memory_format": torch.contiguous_format}
+            self.call(made, copy, made.target, (Ref(value),), given, (copy,))
+        return self.copies[value]
+
+    def can_view(self, value: str, shape: Sequence[int]) -> bool:
+        """Return whether a value can have another shape without a copy."""
+        try:
+            self.values[value].fake.view(*shape)
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
     def _operands(self, call: Call) -> Iterable[tuple[Ref, torch.Tensor]]:
         return [(Ref(name), self.values[name].fake) for name in call.operands]

@@ -14,8 +14,9 @@ import torch
 
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, refs
-from rematplan.runtime.split.axis_rules import LOSS
+from rematplan.runtime.split.axis_rules import rule_of
 from rematplan.runtime.split.axis_spans import AxisSpan
+from rematplan.runtime.split.dimension_rules import LOSS
 from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 ATEN = torch.ops.aten
@@ -35,6 +36,12 @@ LINEAR: Mapping[Any, str] = {
     ATEN.convolution_backward: FIRST,
     ATEN.embedding_dense_backward: FIRST,
     ATEN.slice_backward: FIRST,
+    ATEN.mse_loss_backward: FIRST,
+    ATEN.smooth_l1_loss_backward: FIRST,
+    ATEN.huber_loss_backward: FIRST,
+    ATEN.binary_cross_entropy_backward: FIRST,
+    ATEN.leaky_relu_backward: FIRST,
+    ATEN.upsample_bilinear2d_backward: FIRST,
     ATEN._to_copy: FIRST,
     ATEN.clone: FIRST,
     ATEN.neg: FIRST,
@@ -95,6 +102,13 @@ def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
         return None
     made = {r: c for c in before for r in c.made}
     return EarlyBackward(tangent, made, frozenset(scaled - {tangent}))
+
+
+def scales_gradients(use: StepUse, region: SplitRegion) -> bool:
+    """Return whether the gradient of a region's loss is multiplied in another order than unsplit."""
+    rules = (rule_of(use.step, use.step.call[name]) for name in region.calls)
+    means = (rule.mean for rule in rules if rule is not None)
+    return early_backward(use, region) is not None or any(mean.scales for mean in means if mean)
 
 
 def _source(use: StepUse, read: set[str], waits: set[str]) -> tuple[str | None, list[Call]]:

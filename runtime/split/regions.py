@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.split.axis_rules import LOSS, State, states_of
+from rematplan.runtime.split.axis_rules import states_of
 from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
+from rematplan.runtime.split.dimension_rules import LOSS, SUM, State
 
 LEAST = 1 / 256
 """A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""
@@ -35,7 +36,9 @@ class SplitRegion:
     saved: int
     """The bytes of the tensors that only the region reads, and of which only parts exist after the split."""
     modules: tuple[str, ...]
-    """The modules whose forward makes the ops, each once; ``loss`` if a cross entropy is among them."""
+    """The modules whose forward makes the ops, each once; ``loss`` if they compute one."""
+    losses: frozenset[str] = frozenset()
+    """The results that a loss is computed from, and nothing else: those of a cross entropy, and sums over parts."""
 
     @property
     def name(self) -> str:
@@ -99,6 +102,19 @@ class StepUse:
             if any(r in other for r in call.results):
                 other.update(call.operands)
         return frozenset(self.step.values.keys() - other)
+
+    @cached_property
+    def of_losses(self) -> frozenset[str]:
+        """Values from which only outputs of one number are computed, such as a loss, and no gradient."""
+        found = self.step.values.keys() - {
+            o.value
+            for o in self.step.outputs
+            if o.kind != "output" or self.step.values[o.value].fake.numel() != 1
+        }
+        for call in reversed(self.step.calls):
+            if not found.issuperset(call.made):
+                found -= set(call.operands)
+        return frozenset(found)
 
     @cached_property
     def sums_of_weights(self) -> frozenset[str]:
@@ -167,6 +183,8 @@ class _Growth:
         self._grow([seed])
         if use.maker[seed].name in self.calls and len(self.calls) <= MOST_CALLS:
             self._settle()
+            if not self._is_convex():
+                self._fill()
 
     @property
     def useful(self) -> bool:
@@ -196,13 +214,17 @@ class _Growth:
     def region(self) -> SplitRegion:
         calls = [c for c in self.step.calls if c.name in self.calls]
         modules = [c.module for c in calls if c.module and not c.backward]
-        loss = any(self.states.get(r or "") == LOSS for c in calls for r in c.results)
+        made = [r for c in calls for r in c.made]
+        losses = {
+            r for r in made if self.states[r] == LOSS or (self.states[r] == SUM and r in self.use.of_losses)
+        }
         return SplitRegion(
             self.indices,
             tuple(c.name for c in calls),
             self.states,
             self.saved,
-            tuple(dict.fromkeys([*modules, *([LOSS] if loss else [])])),
+            tuple(dict.fromkeys([*modules, *([LOSS] if losses else [])])),
+            frozenset(losses),
         )
 
     def _grow(self, values: Iterable[str]) -> None:
@@ -229,11 +251,14 @@ class _Growth:
         found = states_of(self.step, call, self.states, self.indices)
         if found is None or any(self.states.get(v, s) != s for v, s in found.items()):
             return None
+        new = (v for v in found if v not in self.states)
+        if any(c.name in self.calls and c is not call for v in new for c in self._next_to(v)):
+            return None  # another op reads the value whole
         whole = {v for v, s in found.items() if isinstance(s, AxisSpan)} & set(call.results)
         if not call.is_view and any(self.step.values[v].storage in self.use.outputs for v in whole):
             return None  # an output of the step exists whole anyway
-        sums = [v for v, s in found.items() if s != LOSS and not isinstance(s, AxisSpan)]
-        return found if all(v in self.use.sums_of_weights for v in sums) else None
+        summed = {v for v, s in found.items() if s != LOSS and not isinstance(s, AxisSpan)}
+        return found if summed <= self.use.sums_of_weights | self.use.of_losses else None
 
     def _add(self, call: Call, states: Mapping[str, State]) -> list[str]:
         new = [v for v, s in states.items() if v not in self.states and isinstance(s, AxisSpan)]
@@ -241,6 +266,23 @@ class _Growth:
         if not call.is_view:
             self.calls.add(call.name)
         return new
+
+    def _fill(self) -> None:
+        """Add the calls through which ops of the region need its results in the same half, as far as they fit."""
+        for backward in (False, True):
+            mine = {c.name for c in self.step.calls if c.name in self.calls and c.backward == backward}
+            before, after = set[str](), set[str]()
+            for call in reversed(self.step.calls):
+                if call.name in mine or not before.isdisjoint(call.made):
+                    before.update(call.operands)
+            for call in self.step.calls:
+                waits = not after.isdisjoint(call.operands)
+                if call.name in mine or waits:
+                    after.update(call.made)
+                between = waits and not (call.is_view or call.name in mine or before.isdisjoint(call.made))
+                if between and (new := self._with_views(call)) is not None:
+                    self.states = {**self.states, **new}
+                    self.calls.add(call.name)
 
     def _settle(self) -> None:
         """Add and remove calls at the region's border as long as fewer bytes cross it."""

@@ -15,9 +15,10 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
-from rematplan.runtime.split.axis_rules import LOSS, RESHAPES, SUM, State, rule_of, states_of
+from rematplan.runtime.split.axis_rules import RESHAPES, rule_of, states_of
 from rematplan.runtime.split.axis_spans import AxisSpan
 from rematplan.runtime.split.call_emitter import CannotSplit
+from rematplan.runtime.split.dimension_rules import LOSS, SUM, DimensionRule, State
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse
 from rematplan.runtime.split.sum_emitter import Part, SumEmitter
@@ -25,6 +26,9 @@ from rematplan.runtime.split.sum_emitter import Part, SumEmitter
 ATEN = torch.ops.aten
 ROWS = 16
 """Parts have a multiple of this number of rows, since kernels for fewer rows may round otherwise."""
+SMALL = 8
+"""An operand may be copied, to be divided along several dimensions, if it has 1 / so many of the bytes that a region
+saves."""
 IGNORED, SUMMED = 4, 2
 """Of ``nll_loss``: the position of the ignored target, and the reduction that sums."""
 NO_CLASS = -100
@@ -80,8 +84,6 @@ class _Splitter(SumEmitter):
         self.before = {b.name: a for a, b in pairwise(ordered)}
         self.local: dict[tuple[str, Part], str] = {}
         """By value and part, the value that is its part."""
-        self.copies: dict[str, str] = {}
-        """By value, its contiguous copy."""
         self.whole: set[str] = set()
         """The results of regions that were made whole again."""
         self.of_one: dict[tuple[SplitRegion, str], str] = {}
@@ -138,6 +140,9 @@ class _Splitter(SumEmitter):
                 self._run(one, part)
         if region in self.early:
             self._end_early(region)
+        for loss in region.losses.intersection(r for c in block for r in c.made):
+            self._need(loss)
+        if region in self.early:
             self.hoisted.update(c.name for c in self.calls[began:])
 
     def _need(self, value: str) -> None:
@@ -154,15 +159,17 @@ class _Splitter(SumEmitter):
 
     def _start_early(self, region: SplitRegion) -> None:
         """Emit what the backward of a loss reads that no part computes: 1 as the gradient, and the means' divisors."""
-        losses = [c for c in map(self.step.call.__getitem__, region.calls) if LOSS in self._states(c)]
+        calls = [self.step.call[name] for name in region.calls]
         tangent = self.early[region].tangent
         one, like = self._new(f"{tangent}.one"), self.values[tangent].fake
-        made = Call(one, ATEN.ones.default, (), {}, (one,), module=losses[0].module)
+        last = [c for c in calls if not c.backward][-1]
+        made = Call(one, ATEN.ones.default, (), {}, (one,), module=last.module)
         given = {"dtype": like.dtype, "device": like.device}
         self.call(made, one, made.target, (list(like.shape),), given, (one,))
         self.of_one[region, tangent] = one
-        for loss in losses:
-            self._divisor(loss)
+        for call in calls:
+            if LOSS in self._states(call):
+                self._divisor(call)
 
     def _of_one(self, value: str, region: SplitRegion) -> str:
         """Return what a value from before a region's backward is if the loss's gradient is 1, after emitting it."""
@@ -185,8 +192,6 @@ class _Splitter(SumEmitter):
                 if value in self.early[region].scaled and self._is_read_whole(value):
                     self.of_one[region, value] = name = self._new(f"{value}.of_one")
                     self._join(call, value, name)
-                elif LOSS in self._states(call):
-                    self._need(value)
 
     def _states(self, call: Call) -> set[State | None]:
         states = self.region_of[call.name].states
@@ -208,8 +213,11 @@ class _Splitter(SumEmitter):
         if states is None:
             raise CannotSplit(self.region, f"{call.name} does not have the axis")
         spans = {v: s for v, s in states.items() if isinstance(s, AxisSpan)}
-        args, kwargs = substitute((call.args, call.kwargs), Ref)
-        args = self._with_shapes(call, args, spans, part)
+        rule = rule_of(self.step, call)
+        mean = rule.mean if rule else None
+        run = mean.call if mean else call
+        args, kwargs = substitute((run.args, run.kwargs), Ref)
+        args = self._with_shapes(call, rule, args, spans, part)
 
         def own(value: str) -> Ref:
             if value in spans:
@@ -220,7 +228,10 @@ class _Splitter(SumEmitter):
         if LOSS in states.values():
             args = (*args[:3], 0, *args[4:])
         results = list(call.made)
-        if SUM in states.values() and call.target is ATEN.sum.dim_IntList and self._is_half(results[0]):
+        if mean and mean.scales:
+            args = (Ref(self._over(call, args[0].value, mean)), *args[1:])
+        packet = getattr(run.target, "overloadpacket", None)
+        if SUM in states.values() and packet is ATEN.sum and self._is_half(results[0]):
             kwargs = {**kwargs, "dtype": torch.float32}  # each part's sum would be rounded
         if SUM in states.values() and call.target is ATEN.mm.default and not self._is_half(results[0]):
             self._add_product(call, args, results[0], part)
@@ -229,9 +240,11 @@ class _Splitter(SumEmitter):
             self._add_rows(call, args, part)
             return
         names = tuple(r and f"{r}.{part.at}" for r in call.results)
-        self.call(call, f"{call.name}.{part.at}", call.target, args, kwargs, names)
+        self.call(call, f"{call.name}.{part.at}", run.target, args, kwargs, names)
         for result, name in zip(call.results, names, strict=True):
             if result and name:
+                if mean and not mean.scales and states[result] != SUM:
+                    name = self._over(call, name, mean)
                 self.local[result, part] = name
                 if states[result] == SUM:
                     self._add(call, result, name, part)
@@ -239,17 +252,20 @@ class _Splitter(SumEmitter):
                     self._check(result, name, state, part)
 
     def _with_shapes(
-        self, call: Call, args: tuple[Any, ...], spans: Mapping[str, AxisSpan], part: Part
+        self,
+        call: Call,
+        rule: DimensionRule | None,
+        args: tuple[Any, ...],
+        spans: Mapping[str, AxisSpan],
+        part: Part,
     ) -> tuple[Any, ...]:
         """Return the arguments of a call with the shapes of parts in place of those of whole tensors."""
-        if getattr(call.target, "overloadpacket", None) in RESHAPES:
-            given = {1: call.made[0]}
-        else:
-            rule = rule_of(self.step, call)
-            given = dict(rule.shapes) if rule else {}
+        reshapes = getattr(call.target, "overloadpacket", None) in RESHAPES
+        given = {1: call.made[0]} if reshapes else rule.shapes if rule else {}
         changed = list(args)
         for at, value in given.items():
-            changed[at] = list(self._shape(value, spans[value], part))
+            shape = self._shape(value, spans[value], part)
+            changed[at] = shape[0] if isinstance(args[at], int) else list(shape)
         return tuple(changed)
 
     def _shape(self, value: str, span: AxisSpan, part: Part) -> tuple[int, ...]:
@@ -296,10 +312,10 @@ class _Splitter(SumEmitter):
         """Emit a slice of a value, and return its name. ``whole``: the name that the value has now."""
         like, source = self.maker.get(value), whole
         if span.first < span.last:
-            if not (self.values[whole].fake.is_contiguous() or self.values[whole].fake.is_floating_point()):
-                whole = self._copied(like, whole)  # indices are small
             source = self._new(f"{value}.flat")
             shape = span.of_part([int(n) for n in self.values[value].fake.shape], part.region.indices)
+            if self._is_small(whole, part.region) and not self.can_view(whole, shape):
+                whole = self.copied(like, whole)
             self.view(like, source, ATEN.view.default, (Ref(whole), list(shape)))
         start, stop = part.start * span.inner, part.stop * span.inner
         name = self._new(f"{value}.{part.at}")
@@ -307,16 +323,12 @@ class _Splitter(SumEmitter):
         if not self.values[value].fake.is_contiguous() or self.values[name].fake.is_contiguous():
             return name
         # Kernels may rely on an operand that always is contiguous, such as the statistics of a norm.
-        return self._copied(like, name)
+        return self.copied(like, name)
 
-    def _copied(self, like: Call | None, value: str) -> str:
-        """Emit a contiguous copy of a value if there is none yet, and return its name."""
-        if value not in self.copies:
-            self.copies[value] = copy = self._new(f"{value}.copy")
-            made = Call(copy, ATEN.clone.default, (), {}, (copy,), module=like.module if like else "")
-            given = {"memory_format": torch.contiguous_format}
-            self.call(made, copy, made.target, (Ref(value),), given, (copy,))
-        return self.copies[value]
+    def _is_small(self, value: str, region: SplitRegion) -> bool:
+        """Return whether a copy of a value is small in comparison with what the region saves; indices always are."""
+        fake = self.values[value].fake
+        return not fake.is_floating_point() or SMALL * fake.nbytes <= region.saved
 
     # Whole results
 
@@ -336,7 +348,8 @@ class _Splitter(SumEmitter):
         region = self.region_of[call.name]
         state = region.states[value]
         if state == SUM:
-            self._finish_sum(call, value, name)
+            rule = rule_of(self.step, call)
+            self._finish_sum(call, value, name, rule.mean if rule else None)
         elif state == LOSS:
             self._finish_loss(call, region)
         else:
@@ -347,11 +360,22 @@ class _Splitter(SumEmitter):
         unsplit."""
         span, like = region.states[value], self.step.values[value].fake
         assert isinstance(span, AxisSpan)
-        flat = f"{name}.flat" if span.first < span.last else name
-        parts = [Ref(self.local[value, part]) for part in self.parts[region]]
-        self.call(call, f"{flat}.cat", ATEN.cat.default, (parts, span.last), {}, (flat,))
-        if flat != name:
-            self.view(call, name, ATEN.view.default, (Ref(flat), [int(n) for n in like.shape]))
+        parts, at = [self.local[value, part] for part in self.parts[region]], span.last
+        joined, back = name, None
+        if span.first < span.last:
+            joined, back = f"{name}.flat", (ATEN.view.default, [int(n) for n in like.shape])
+        elif not like.is_contiguous():
+            # Joined in the order in which the whole has its dimensions in memory.
+            strides = like.stride()
+            order = sorted(range(like.ndim), key=lambda d: -strides[d])
+            for k, part in enumerate(parts):
+                parts[k] = self._new(f"{part}.ordered")
+                self.view(call, parts[k], ATEN.permute.default, (Ref(part), order))
+            joined, at = f"{name}.ordered", order.index(at)
+            back = ATEN.permute.default, [order.index(d) for d in range(like.ndim)]
+        self.call(call, f"{joined}.cat", ATEN.cat.default, ([*map(Ref, parts)], at), {}, (joined,))
+        if back is not None:
+            self.view(call, name, back[0], (Ref(joined), back[1]))
         self._check_layout(value, name)
 
     def _divisor(self, call: Call) -> None:

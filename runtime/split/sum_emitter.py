@@ -9,6 +9,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
+from rematplan.runtime.split.dimension_rules import Mean
 from rematplan.runtime.split.regions import SplitRegion
 
 ATEN = torch.ops.aten
@@ -73,9 +74,20 @@ class SumEmitter(CallEmitter):
             name = summand
         self.sums[result] = name
 
-    def _finish_sum(self, call: Call, value: str, name: str) -> None:
-        """Let the sum over all parts be the whole result. ``name``: of the whole."""
+    def _over(self, like: Call, value: str, mean: Mean) -> str:
+        """Emit a value over the number of a mean's numbers, once, and return its name."""
+        name = f"{value}.over{mean.count}"
+        if name not in self.values:
+            # Kernels multiply a mean's gradient by the reciprocal, and divide its sum.
+            by = 1 / max(mean.count, 1) if mean.scales else mean.count
+            self.plain(like, name, ATEN.mul.Scalar if mean.scales else ATEN.div.Scalar, (Ref(value), by))
+        return name
+
+    def _finish_sum(self, call: Call, value: str, name: str, mean: Mean | None) -> None:
+        """Let the sum over all parts be the whole result, or its mean. ``name``: of the whole."""
         last, like = self.sums[value], self.step.values[value].fake
+        if mean:
+            last = self._over(call, last, mean)
         if self.values[last].fake.dtype != like.dtype:
             self.plain(call, name, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
         else:

@@ -213,7 +213,7 @@ def test_what_a_refusal_names_can_be_stated() -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(4, 64, 16)
     with pytest.raises(UsageError, match="what can be split is in model"):
-        planned(model, x, budget="50%", split={"q": 2})
+        planned(model, x, budget="50%", split={"k": 2})
     found = planned(model, x, budget="min", split={"model": 4})
     assert torch.equal(found(x), model(x))
     assert found.plan.peak < planned(model, x, budget="min").plan.peak

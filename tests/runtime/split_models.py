@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -82,6 +82,42 @@ CASES: dict[str, Case] = {
     "shifted": lambda: (Shifted(tied=False), tokens(4, 33)),
     "pixels": lambda: (PerPixel(), (torch.randn(2, 3, 16, 16), torch.randint(40, (2, 16, 16)))),
 }
+
+
+class Elements(nn.Module):
+    """A wide head whose loss is a mean or sum over elements. ``loss``: of outputs and targets."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.loss_of = loss
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.loss_of(self.head(self.stem(x).relu()), targets)
+
+
+def elements(loss: Callable[[Tensor, Tensor], Tensor]) -> Case:
+    return lambda: (Elements(loss), (torch.randn(3, 48, 8), torch.rand(3, 48, VOCABULARY)))
+
+
+LOSSES: Mapping[str, Case] = {
+    "squares": elements(functional.mse_loss),
+    "sum of squares": elements(lambda y, t: functional.mse_loss(y, t, reduction="sum")),
+    "huber": elements(lambda y, t: functional.huber_loss(y, t, delta=0.3)),
+    "smooth": elements(lambda y, t: functional.smooth_l1_loss(y, t, beta=0.3)),
+    "logits": elements(
+        lambda y, t: functional.binary_cross_entropy_with_logits(y, t, pos_weight=t.new_full((), 2))
+    ),
+    "probabilities": elements(lambda y, t: functional.binary_cross_entropy(y.sigmoid(), t)),
+    "divergence": elements(
+        lambda y, t: functional.kl_div(y.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+    ),
+    "token weights": elements(
+        lambda y, t: -(y.log_softmax(-1).gather(-1, t[..., :1].long()) * t[..., 1:2]).sum() / t[..., 1].sum()
+    ),
+    "focal": elements(lambda y, t: ((1 - y.sigmoid()) ** 2 * (y - t).abs()).mean()),
+}
+"""Losses that are sums over parts."""
 
 
 def captured(module: nn.Module, batch: tuple[Tensor, ...]) -> tuple[CapturedStep, tuple[SplitRegion, ...]]:

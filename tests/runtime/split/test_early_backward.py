@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_models import CASES, Decoder, captured, planned, split, tokens
+from split_models import CASES, LOSSES, Decoder, captured, planned, split, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -107,6 +107,19 @@ def test_the_factor_of_the_loss_scales_all_gradients(kind: type[Decoder], factor
     assert (expected[-1] - found[-1]).norm() <= 3e-6 * expected[-1].norm()
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_factor_of_a_loss_of_elements_scales_all_gradients(name: str, factor: float) -> None:
+    torch.manual_seed(0)
+    module, batch = LOSSES[name]()
+    step, regions = captured(module, batch)
+    own = planned(module, split(step, regions[:1], 4))
+    expected, found = gradients(module, module, batch, factor), gradients(own, module, batch, factor)
+    for (parameter, _), one, other in zip(module.named_parameters(), expected, found, strict=True):
+        exact = factor != 3.0 and parameter.startswith("stem")
+        assert torch.equal(one, other) or (not exact and (one - other).norm() < 3e-6 * one.norm())
+
+
 @pytest.mark.parametrize("smoothed_first", [False, True])
 def test_each_of_several_losses_has_its_own_factor(smoothed_first: bool) -> None:
     torch.manual_seed(0)
@@ -164,6 +177,16 @@ def test_no_op_is_linear_that_is_not() -> None:
         ),
         ATEN.embedding_dense_backward: lambda g: ATEN.embedding_dense_backward(g, targets, 7, 2, False),
         ATEN.slice_backward: lambda g: ATEN.slice_backward(g, [8, 6], 0, 2, 6, 1),
+        ATEN.mse_loss_backward: lambda g: ATEN.mse_loss_backward(g[0, 0], x, y, 1),
+        ATEN.smooth_l1_loss_backward: lambda g: ATEN.smooth_l1_loss_backward(g[0, 0], x, y, 1, 0.5),
+        ATEN.huber_loss_backward: lambda g: ATEN.huber_loss_backward(g[0, 0], x, y, 2, 0.5),
+        ATEN.binary_cross_entropy_backward: lambda g: ATEN.binary_cross_entropy_backward(
+            g[0, 0], x.sigmoid(), y.sigmoid()
+        ),
+        ATEN.leaky_relu_backward: lambda g: ATEN.leaky_relu_backward(g, x, 0.1, False),
+        ATEN.upsample_bilinear2d_backward: lambda g: ATEN.upsample_bilinear2d_backward(
+            g[None, None], [4, 6], [1, 1, 2, 3], False
+        ),
         ATEN._to_copy: lambda g: ATEN._to_copy(g, dtype=torch.float64),
         ATEN.clone: ATEN.clone,
         ATEN.neg: ATEN.neg,

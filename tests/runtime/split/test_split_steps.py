@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from planned_steps import PlannedStep, problem, verify
-from split_models import CASES, VOCABULARY, WIDTH, Decoder, captured, planned, split, split_weights, tokens
+from split_models import (
+    CASES,
+    LOSSES,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    captured,
+    planned,
+    split,
+    split_weights,
+    tokens,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,10 +54,22 @@ def test_only_gradients_of_split_weights_differ_and_by_rounding(name: str) -> No
         assert not any("random" in n for n in differ)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_elements_is_a_sum_over_parts_and_other_gradients_keep_their_bits(name: str) -> None:
+    torch.manual_seed(0)
+    module, batch = LOSSES[name]()
+    step, regions = captured(module, batch)
+    scores = VOCABULARY * 3 * 48 * 4
+    assert regions[0].saved >= 2 * scores
+    found = verify(planned(module, split(step, regions, 3)), batch)
+    assert {d.name for d in found.differences} <= split_weights(step, regions) | {"loss"}
+    assert found.error < 3e-6
+
+
+@pytest.mark.parametrize("name", [*CASES, *LOSSES])
 def test_gradients_are_equal_in_double_precision(name: str) -> None:
     torch.manual_seed(0)
-    module, batch = CASES[name]()
+    module, batch = (CASES | LOSSES)[name]()
     module = module.double()
     if getattr(module, "loss", {}).get("weight") is not None:
         module.loss["weight"] = module.loss["weight"].double()

@@ -1,0 +1,343 @@
+"""Rules for how the dimensions of an op's tensors belong together: their form, and those of general ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, TypeAlias
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.split.axis_spans import AxisSpan, Shape
+
+ATEN = torch.ops.aten
+Labels: TypeAlias = tuple[int | str | None, ...]
+"""One label for each dimension of a tensor. Dimensions with equal labels belong together. None: of size 1, and
+broadcast against a larger dimension."""
+
+
+SUM, LOSS = "sum", "loss"
+"""What a result without the axis is: the sum of the parts' results; or the loss of ``nll_loss``, which is computed from
+the losses of all rows."""
+State: TypeAlias = AxisSpan | str
+"""What is known of a value: where it has the axis, or `SUM`, or `LOSS`."""
+
+
+@dataclass(frozen=True)
+class DimensionRule:
+    """How the dimensions of one call's tensors belong together."""
+
+    labels: Mapping[str, Labels]
+    """By the name of each operand and result."""
+    whole: frozenset[int | str] = frozenset()
+    """Labels along which the op cannot be split."""
+    without: str = ""
+    """What a result without the axis is: `SUM` or `LOSS`; empty if the op cannot be split then."""
+    shapes: Mapping[int, str] = field(default_factory=dict)
+    """By its position, each argument that is the shape of a value, or the number of its first dimension's indices, and
+    the value."""
+    single: bool = False
+    """Whether several dimensions together are no axis."""
+    mean: Mean | None = None
+    """How the parts of a mean are computed, which is of all parts' numbers."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A call that takes a mean over the axis, or is the backward of one: its parts sum, and are divided."""
+
+    call: Call
+    """The call that sums in place of taking the mean."""
+    count: int
+    """The number of all parts' numbers."""
+    scales: bool = False
+    """Whether the call's first operand is multiplied by 1 / ``count`` instead of dividing the results."""
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A call with the shapes of its tensors."""
+
+    call: Call
+    step: CapturedStep
+
+    def shape(self, value: str) -> Shape:
+        """Return the shape of an operand or result."""
+        return tuple(int(n) for n in self.step.values[value].fake.shape)
+
+    def operand(self, at: int) -> str:
+        """Return the name of the tensor that is argument ``at``."""
+        found: str = self.call.args[at].value
+        return found
+
+    def argument(self, at: int, default: Any = None) -> Any:
+        """Return argument ``at``, or ``default`` if the call has fewer."""
+        return self.call.args[at] if at < len(self.call.args) else default
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of all operands, each once."""
+        return tuple(dict.fromkeys(self.call.operands))
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of all results that are tensors."""
+        return self.call.made
+
+
+class RowSum(Protocol):
+    """The target of a call that sums over rows of its last operand. One before it is a sum to which it adds in
+    place."""
+
+    def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Self | None:
+        """Return the target for a part of ``count`` of the ``indices`` rows of an operand of a ``shape``; None if it
+        cannot be split."""
+
+
+Rule: TypeAlias = Callable[[Shaped], DimensionRule | None]
+"""Returns how the dimensions of a call belong together; None if the call cannot be split at all."""
+
+
+def pointwise(one: Shaped, shapes: Mapping[int, str] | None = None) -> DimensionRule:
+    """Dimensions are aligned from the right, as in broadcasting."""
+    result = one.shape(one.results[0])
+    labels = {v: aligned(one.shape(v), result) for v in (*one.operands, *one.results)}
+    return DimensionRule(labels, shapes=shapes or {})
+
+
+def aligned(own: Shape, other: Shape) -> Labels:
+    """Return a tensor's labels if it is broadcast to the shape ``other``, whose dimensions are the labels."""
+    lacks = len(other) - len(own)
+    return tuple(d + lacks if d + lacks >= 0 and n == other[d + lacks] else None for d, n in enumerate(own))
+
+
+def filled(one: Shaped) -> DimensionRule:
+    """The result has the shape in argument 1, to which the operand is broadcast if it can be."""
+    return pointwise(one, {1: one.results[0]})
+
+
+def along(at: int, shape: int | None = None, default: int = 0) -> Rule:
+    """The op treats one dimension or several, argument ``at``, whole. ``shape``: the argument that is the result's
+    shape."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        rank = len(one.shape(one.results[0]))
+        labels: Labels = tuple(range(rank))
+        given = {} if shape is None else {shape: one.results[0]}
+        dims = one.argument(at, default)
+        whole = frozenset(d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank)))
+        return DimensionRule(dict.fromkeys((*one.operands, *one.results), labels), whole, shapes=given)
+
+    return rule
+
+
+def last(count: int, shape: int | None = None) -> Rule:
+    """The op treats the last dimensions, so many, whole. ``shape``: the argument that is the result's shape."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        rank = len(one.shape(one.results[0]))
+        labels = {v: tuple(range(rank)) for v in (*one.operands, *one.results) if len(one.shape(v)) == rank}
+        given = {} if shape is None else {shape: one.results[0]}
+        return DimensionRule(labels, frozenset(range(rank - count, rank)), shapes=given)
+
+    return rule
+
+
+def permuted(order: Callable[[Shaped, int], Sequence[int]]) -> Rule:
+    """The result has the operand's dimensions in another order, of a call and a rank."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        rank = len(one.shape(one.results[0]))
+        moved: Labels = tuple(order(one, rank))
+        return DimensionRule({one.operand(0): tuple(range(rank)), one.results[0]: moved})
+
+    return rule
+
+
+def swapped(one: Shaped, rank: int) -> Sequence[int]:
+    """Return the order of dimensions if those in arguments 1 and 2 are swapped."""
+    order, (a, b) = list(range(rank)), (one.call.args[1] % rank, one.call.args[2] % rank)
+    order[a], order[b] = b, a
+    return order
+
+
+def _without_dimension(
+    larger: Sequence[str],
+    smaller: Sequence[str],
+    rank: int,
+    at: int,
+    shapes: Mapping[int, str] | None = None,
+) -> DimensionRule:
+    """Some tensors lack dimension ``at`` of others, along which the op cannot be split."""
+    dim = at % rank
+    kept: Labels = tuple(d for d in range(rank) if d != dim)
+    labels = {**dict.fromkeys(larger, tuple(range(rank))), **dict.fromkeys(smaller, kept)}
+    return DimensionRule(labels, frozenset({dim}), shapes=shapes or {})
+
+
+def selected(one: Shaped) -> DimensionRule:
+    """One index of dimension argument 1, or each of them: the results lack it."""
+    return _without_dimension(one.operands, one.results, len(one.shape(one.operand(0))), one.argument(1, 0))
+
+
+def joined(at: int, shape: int | None = None) -> Rule:
+    """The result has a dimension, argument ``at``, that the operands lack. ``shape``: the argument that is its
+    shape."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        y = one.results[0]
+        given = {} if shape is None else {shape: y}
+        return _without_dimension((y,), one.operands, len(one.shape(y)), one.argument(at, 0), given)
+
+    return rule
+
+
+def squeezed(one: Shaped) -> DimensionRule | None:
+    """The result lacks a dimension of size 1."""
+    x, y = one.operand(0), one.results[0]
+    if one.shape(x) == one.shape(y):
+        return pointwise(one)
+    one_dim = isinstance(one.argument(1), int)
+    return _without_dimension((x,), (y,), len(one.shape(x)), one.call.args[1]) if one_dim else None
+
+
+def gathered(one: Shaped) -> DimensionRule | None:
+    """The op moves numbers along one dimension, argument 1, as indices say. Only equal others belong together."""
+    shapes = [one.shape(v) for v in (*one.operands, *one.results)]
+    rank = len(shapes[0])
+    if not rank:
+        return None
+    unequal = {d for d in range(rank) if len({shape[d] for shape in shapes}) > 1}
+    labels: Labels = tuple(range(rank))
+    whole = frozenset(unequal | {one.call.args[1] % rank})
+    return DimensionRule(dict.fromkeys((*one.operands, *one.results), labels), whole)
+
+
+def indexed(one: Shaped) -> DimensionRule | None:
+    """One tensor of indices takes the place of a dimension."""
+    x, given = one.operand(0), [at for at, i in enumerate(one.call.args[1]) if i is not None]
+    if len(given) != 1:
+        return None
+    index, (at,) = one.call.args[1][given[0]].value, given
+    rank, rows = len(one.shape(x)), tuple(f"row {d}" for d in range(len(one.shape(index))))
+    labels: dict[str, Labels] = {x: tuple(range(rank)), index: rows}
+    labels[one.results[0]] = (*range(at), *rows, *range(at + 1, rank))
+    return DimensionRule(labels, frozenset({at})) if x != index else None
+
+
+def reduction(without: str, dims_at: int = 1) -> Rule:
+    """A reduction over the dimensions in argument ``dims_at``, all by default, which stay with size 1 if the next one
+    is true."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        x, dims = one.operand(0), one.argument(dims_at)
+        rank = len(one.shape(x))
+        over = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        keeps = bool(one.call.kwargs.get("keepdim", one.argument(dims_at + 1, False)))
+        left: Labels = tuple(None if d in over else d for d in range(rank) if keeps or d not in over)
+        whole = frozenset() if without else frozenset(over)
+        return DimensionRule(
+            {x: tuple(range(rank)), **dict.fromkeys(one.results, left)}, whole, without, mean=_mean(one, over)
+        )
+
+    return rule
+
+
+def _mean(one: Shaped, over: Set[int]) -> Mean | None:
+    """Return how the parts of a call of ``mean`` over some dimensions are computed."""
+    if getattr(one.call.target, "overloadpacket", None) is not ATEN.mean:
+        return None
+    shape, keeps = one.shape(one.operand(0)), bool(one.argument(2, False))
+    args = (one.call.args[0], sorted(over), keeps)
+    total = replace(one.call, target=ATEN.sum.dim_IntList, args=args)
+    return Mean(total, math.prod(shape[d] for d in over))
+
+
+def product(text: str) -> Rule:
+    """A product as `torch.einsum` writes it. With a bias, the first of three operands, it cannot be split along what
+    it sums."""
+    left, right = text.split("->")
+    operands = left.split(",")
+    summed = frozenset(left) - frozenset(right) - {","}
+
+    def rule(one: Shaped) -> DimensionRule:
+        result = one.shape(one.results[0])
+        labels: dict[str, Labels] = {one.results[0]: tuple(right)}
+        pairs = list(zip((r.value for r in one.call.args[: len(operands)]), operands, strict=True))
+        for value, names in pairs:
+            own = one.shape(value)
+            if len(pairs) == 3 and value == pairs[0][0]:
+                sizes, names = result[len(result) - len(own) :], names[len(names) - len(own) :]
+                found: Labels = tuple(
+                    c if n == m else None for c, n, m in zip(names, own, sizes, strict=True)
+                )
+            else:
+                found = tuple(names)
+            if labels.setdefault(value, found) != found:  # one tensor is both operands
+                return DimensionRule({}, frozenset())
+        # Each part would add the bias.
+        biased = len(operands) == 3
+        return DimensionRule(labels, summed if biased else frozenset(), "" if biased else SUM)
+
+    return rule
+
+
+def embedding(one: Shaped) -> DimensionRule:
+    """Each index has one row of the weight."""
+    weight, indices = one.operand(0), one.operand(1)
+    rows: Labels = tuple(range(len(one.shape(indices))))
+    labels = {weight: ("row", "feature"), indices: rows, one.results[0]: (*rows, "feature")}
+    return DimensionRule(labels, frozenset({"row", "feature"}))
+
+
+def embedding_backward(one: Shaped) -> DimensionRule | None:
+    """The gradient of the weight is a sum over indices."""
+    gradient, indices = one.operand(0), one.operand(1)
+    if one.argument(4):  # scaled by the frequency of each index in the whole batch
+        return None
+    rows: Labels = tuple(range(len(one.shape(indices))))
+    labels = {gradient: (*rows, "feature"), indices: rows, one.results[0]: ("row", "feature")}
+    return DimensionRule(labels, frozenset({"row", "feature"}), SUM)
+
+
+def normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
+    """A norm over as many last dimensions as argument ``shape_at`` has. ``full``: the positions of operands with all
+    dimensions."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        first = one.results[0] if one.call.results[0] else one.operand(full[0])
+        rank, last = len(one.shape(first)), len(one.call.args[shape_at])
+        every = {one.operand(at) for at in full}
+        labels: dict[str, Labels] = {}
+        for value in (*one.operands, *one.results):
+            own = one.shape(value)
+            if value in every or value == first or len(own) == rank > last:
+                labels[value] = tuple(
+                    d if d < rank - last or value in every or value == first else None for d in range(rank)
+                )
+            else:
+                labels[value] = tuple(range(rank - len(own), rank))
+        return DimensionRule(labels, frozenset(range(rank - last, rank)), without)
+
+    return rule
+
+
+def attention(query: int) -> Rule:
+    """A fused attention. ``query``: the position of the queries, before keys and values. Batch and heads of all tensors
+    belong together."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        q, k = one.shape(one.operand(query)), one.shape(one.operand(query + 1))
+        scores, mask = (*q[:3], k[2]), one.call.kwargs.get("attn_mask")
+        labels: dict[str, Labels] = {
+            v: tuple(range(len(one.shape(v)))) for v in (*one.operands, *one.results)
+        }
+        if mask is not None:
+            labels[mask.value] = aligned(one.shape(mask.value), scores)
+        # Several heads of queries may share one of keys.
+        # In memory, the results have queries before heads.
+        return DimensionRule(labels, frozenset({2, 3} if q[1] == k[1] else {1, 2, 3}), single=True)
+
+    return rule

@@ -1,0 +1,53 @@
+"""How the dimensions of images belong together in convolutions and norms."""
+
+from __future__ import annotations
+
+from rematplan.runtime.split.dimension_rules import SUM, DimensionRule, Labels, Rule, Shaped
+
+
+def _fixed_in_convolution(one: Shaped, weight: str, at: int) -> frozenset[int | str]:
+    """Return the labels along which a convolution cannot be split: channels, and pixels unless it is pointwise."""
+    stride, padding, dilation, transposed, output_padding = one.call.args[at : at + 5]
+    kernel = one.shape(weight)[2:]
+    per_pixel = (
+        set(kernel) <= {1} and set(stride) <= {1} and {*padding, *output_padding} <= {0} and not transposed
+    )
+    pixels = () if per_pixel and set(dilation) <= {1} else range(1, len(kernel) + 1)
+    return frozenset({"in", "out", *pixels})
+
+
+def convolution(one: Shaped) -> DimensionRule:
+    """Images belong together, and pixels if each is computed alone."""
+    x, weight, y = one.operand(0), one.operand(1), one.results[0]
+    pixels: Labels = tuple(range(1, len(one.shape(x)) - 1))
+    labels: dict[str, Labels] = {x: ("n", "in", *pixels), y: ("n", "out", *pixels)}
+    labels |= {value: (None,) * len(one.shape(value)) for value in one.operands if value != x}
+    return DimensionRule(labels, _fixed_in_convolution(one, weight, 3))
+
+
+def convolution_backward(one: Shaped) -> DimensionRule | None:
+    """Gradients of weights and biases are sums over images."""
+    gradient, x, weight = (one.operand(at) for at in range(3))
+    if gradient == x:
+        return None
+    pixels: Labels = tuple(range(1, len(one.shape(x)) - 1))
+    labels: dict[str, Labels] = {gradient: ("n", "out", *pixels), x: ("n", "in", *pixels)}
+    labels |= {value: (None,) * len(one.shape(value)) for value in one.operands if value not in labels}
+    for result, kind in zip(one.call.results, (labels[x], None, None), strict=True):
+        if result:
+            labels[result] = kind or (None,) * len(one.shape(result))
+    return DimensionRule(labels, _fixed_in_convolution(one, weight, 4), SUM)
+
+
+def group_norm(sizes_at: int, without: str) -> Rule:
+    """A norm over groups of channels. ``sizes_at``: the position of the batch's size, before those of others."""
+
+    def rule(one: Shaped) -> DimensionRule:
+        x = one.operand(0)
+        rank, labels = len(one.shape(x)), dict[str, Labels]()
+        for value in (*one.operands, *one.results):
+            own = one.shape(value)
+            labels[value] = tuple(range(len(own))) if len(own) in (2, rank) else (None,) * len(own)
+        return DimensionRule(labels, frozenset(range(1, rank)), without, {sizes_at: x})
+
+    return rule

@@ -1,0 +1,76 @@
+"""How the dimensions of a loss's tensors belong together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from rematplan.runtime.graph.captured_step import Ref
+from rematplan.runtime.split.dimension_rules import (
+    LOSS,
+    SUM,
+    DimensionRule,
+    Labels,
+    Mean,
+    Rule,
+    Shaped,
+    aligned,
+    pointwise,
+)
+
+MEAN, TOTAL = 1, 2
+"""What a loss is of those of its elements: one of the reductions that are arguments."""
+
+
+def class_loss(one: Shaped) -> DimensionRule:
+    """The mean or sum over rows of negative logarithms of probabilities. All results are computed from the rows'."""
+    scores, targets = one.operand(0), one.operand(1)
+    rows = _rows(one, targets)
+    labels: dict[str, Labels] = {targets: rows, scores: _with_classes(rows)}
+    if isinstance(one.call.args[2], Ref):
+        labels[one.operand(2)] = ("class",)
+    labels |= dict.fromkeys(one.results, ())
+    return DimensionRule(labels, frozenset({"class"}), LOSS)
+
+
+def class_loss_backward(one: Shaped) -> DimensionRule:
+    """Each row's gradient depends on that row, and on the mean's divisor."""
+    targets = one.operand(2)
+    rows = _rows(one, targets)
+    labels: dict[str, Labels] = {one.operand(0): rows if one.shape(one.operand(0)) else (), targets: rows}
+    for value in (*one.operands, *one.results):
+        if value not in labels:
+            labels[value] = _with_classes(rows) if len(one.shape(value)) == len(rows) + 1 else ()
+    if isinstance(one.call.args[3], Ref):
+        labels[one.operand(3)] = ("class",)
+    return DimensionRule(labels, frozenset({"class"}))
+
+
+def _rows(one: Shaped, targets: str) -> Labels:
+    return tuple(range(len(one.shape(targets))))
+
+
+def _with_classes(rows: Labels) -> Labels:
+    return (*rows[:1], "class", *rows[1:])
+
+
+def element_loss(at: int, scores: int = 0, scales: bool = False) -> Rule:
+    """A loss of elements, or its backward. ``at``: the position of the reduction. ``scores``: that of the scores.
+    ``scales``: whether the backward of a mean is that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
+
+    def rule(one: Shaped) -> DimensionRule | None:
+        how, x = one.argument(at, MEAN), one.operand(scores)
+        shape, dtype = one.shape(x), one.step.values[x].fake.dtype
+        if how not in (MEAN, TOTAL):
+            return pointwise(one)
+        if dtype in (torch.float16, torch.bfloat16):
+            return None  # the sum of a part would be rounded, and may be too large
+        labels = {v: aligned(one.shape(v), shape) for v in (*one.operands, *one.results)}
+        before = (*one.call.args, *([None] * at))[:at]
+        summed = replace(one.call, args=(*before, TOTAL, *one.call.args[at + 1 :]))
+        mean = Mean(summed, math.prod(shape), scales) if how == MEAN else None
+        return DimensionRule(labels, without="" if scores else SUM, mean=mean)
+
+    return rule
