@@ -120,6 +120,14 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+class Damped(nn.Linear):
+    """Goes by the gradient of an earlier step, which a trace does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.weight.grad is None else y / (1 + self.weight.grad.norm())
+
+
 class Doubling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -207,6 +215,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
         (Clipped(16, 16), X, "changes the parameter weight in place"),
         (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
+        (Damped(16, 16), X, "uses the gradient"),
         (Ragged(16, 16), X, "makes nested tensors"),
         (Following(), X, "assigns as data the memory of another"),
         (Explained(16, 16), X, "retains the gradient"),

@@ -160,8 +160,8 @@ PATCHES = (
         threads="compares the thread: takes effect only in the one that captures; others that trace get the same op",
     ),
     Patch(
-        ("torch.Tensor.data",),
-        "a tracer does not see what a forward assigns as the data of a tensor",
+        ("torch.Tensor.data", "torch.Tensor.grad"),
+        "a tracer does not see what a forward assigns as the data of a tensor, and knows no gradients of parameters",
         f"{_ROOM}.capture.patches.tensor_data",
     ),
     Patch(

@@ -1,4 +1,4 @@
-"""Make assignments to ``.data`` in a forward visible to a tracer."""
+"""Make assignments to ``.data`` in a forward visible to a tracer, and refuse uses of ``.grad``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import FunctionalTensor
 
 DATA: Any = torch.Tensor.data
+GRAD: Any = torch.Tensor.grad
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Turn assignments to ``.data`` of parameters, buffers and inputs into in-place writes, inside the block and in
     this thread.
 
-    Raises `ModelError` for another shape, type or owner, or a computed tensor.
+    Raises `ModelError` for another shape, type or owner, or a computed tensor; and if their ``.grad`` is used.
     """
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
@@ -45,7 +46,25 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             with torch.no_grad():
                 tensor.detach().copy_(data)
 
-    with patch.object(torch.Tensor, "data", property(DATA.__get__, assign)):
+    def check(tensor: torch.Tensor) -> None:
+        if get_ident() == thread and id(tensor) in places:
+            raise ModelError(
+                "the forward uses the gradient (.grad) of a parameter or input, which a plan does not know; use it "
+                "outside of the forward"
+            )
+
+    def gradient(tensor: torch.Tensor) -> Any:
+        check(tensor)
+        return GRAD.__get__(tensor)
+
+    def set_gradient(tensor: torch.Tensor, value: Any) -> None:
+        check(tensor)
+        GRAD.__set__(tensor, value)
+
+    with (
+        patch.object(torch.Tensor, "data", property(DATA.__get__, assign)),
+        patch.object(torch.Tensor, "grad", property(gradient, set_gradient, GRAD.__delete__)),
+    ):
         yield
 
 
