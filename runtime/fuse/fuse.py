@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from rematplan.runtime.fuse.channels_last import in_channels_last
 from rematplan.runtime.fuse.fuse_step import fused_step, name_of
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, begin_kernel
 from rematplan.runtime.fuse.regions import Group, Region, Regions
@@ -101,6 +102,7 @@ class FusedStep:
 
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
     """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops."""
+    step = in_channels_last(step)
     regions, failures = Regions(step), dict[Group, str]()
     groups = list(regions.find())
     most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]

@@ -81,8 +81,7 @@ VIEWS = frozenset(
 
 def is_fusible(step: CapturedStep, call: Call) -> bool:
     """Return whether a fused kernel can compute a call."""
-    pointwise = torch.Tag.pointwise in getattr(call.target, "tags", ())
-    kind = _packet(call) in FUSIBLE or (pointwise and getattr(call.target, "namespace", "") == "aten")
+    kind = packet(call) in FUSIBLE or is_pointwise(call)
     if not kind or call.is_view or call.ordered or call.late or call.in_place:
         return False
     results = list(call.made)
@@ -95,15 +94,24 @@ def is_fusible(step: CapturedStep, call: Call) -> bool:
 def is_factory(step: CapturedStep, call: Call) -> bool:
     """Return whether a kernel can compute the result of a call that reads no tensor."""
     results = [step.values[r].fake for r in call.made]
-    return _packet(call) in FACTORIES and not call.operands and _plain(results)
+    return packet(call) in FACTORIES and not call.operands and _plain(results)
 
 
 def is_inner_view(call: Call) -> bool:
     """Return whether a kernel can take a view itself."""
-    return call.is_view and _packet(call) in VIEWS
+    return call.is_view and packet(call) in VIEWS
 
 
-def _packet(call: Call) -> Any:
+def is_pointwise(call: Call) -> bool:
+    """Return whether a call is a pointwise op of PyTorch."""
+    return (
+        torch.Tag.pointwise in getattr(call.target, "tags", ())
+        and getattr(call.target, "namespace", "") == "aten"
+    )
+
+
+def packet(call: Call) -> Any:
+    """Return the op of a call, whatever its overload; None if the call is none of PyTorch's registered ops."""
     return call.target.overloadpacket if isinstance(call.target, OpOverload) else None
 
 

@@ -107,6 +107,39 @@ def test_the_same_bits_and_exact_peaks_under_all_plans(model: Net) -> None:
     assert "(fused)" in str(found.plan)
 
 
+class Images(nn.Module):
+    """Convolutions with group norms, whose images become channels-last, and a sum of squares as the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            *(nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(3)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+def test_images_are_channels_last_under_all_plans() -> None:
+    torch.manual_seed(0)
+    model, images = Images(), torch.randn(4, 3, 32, 32)
+    eager = results(model, model, images)
+    fixed = images.nbytes + sum(p.nbytes for p in model.parameters())
+    found = planned(model, images, costs="profile")  # convolutions have workspaces
+    assert "memory_format=torch.channels_last" in found.source
+    expected = {n: t.clone() for n, t in results(model, found, images).items()}
+    assert all(torch.allclose(expected[n], eager[n], rtol=1e-3, atol=1e-3) for n in eager)
+    assert all(expected[n].stride() == eager[n].stride() for n in eager)
+    lean = planned(model, images, budget="min", costs="profile")
+    got = results(model, lean, images)
+    assert all(torch.equal(got[n], expected[n]) for n in expected)
+    for plan in (found, lean):
+        model.zero_grad(set_to_none=True)
+        peak, _ = peak_above_entry(lambda plan=plan: plan(images).backward(), torch.device("cpu"))
+        assert 0.98 * plan.plan.peak <= fixed + peak <= plan.plan.peak
+
+
 def test_the_distance_to_float64_is_at_most_four_times_that_of_eager_mode(model: Net) -> None:
     eager = results(model, model, BATCH)
     fused = results(model, planned(model, BATCH), BATCH)

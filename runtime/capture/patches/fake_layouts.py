@@ -95,6 +95,7 @@ _OF_ONES = (
     "_prelu_kernel_backward",
     "_unsafe_view",
     "binary_cross_entropy_backward",
+    "convolution_backward",
     "diag_embed",
     "empty_like",
     "fill.Scalar",
