@@ -46,10 +46,22 @@ FOLLOWING = frozenset(
         ATEN.upsample_bilinear2d,
         ATEN.upsample_bilinear2d_backward,
         ATEN.constant_pad_nd,
+        ATEN.reflection_pad2d,
+        ATEN.reflection_pad2d_backward,
+        ATEN.pixel_shuffle,
+        ATEN.pixel_unshuffle,
         ATEN.cat,
+        ATEN.stack,
         ATEN.sum,
         ATEN.mean,
         ATEN.amax,
+        ATEN.amin,
+        ATEN.var,
+        ATEN.var_mean,
+        ATEN._softmax,
+        ATEN._softmax_backward_data,
+        ATEN._log_softmax,
+        ATEN._log_softmax_backward_data,
         ATEN._to_copy,
         ATEN.clone,
         ATEN.slice,
@@ -190,10 +202,12 @@ class _InChannelsLast:
         return _layout(self.values[name].fake) != _layout(self.captured.values[name].fake)
 
     def _in_channels_last(self, name: str, reader: Call) -> str:
-        """Return the name of a value's copy in channels-last layout, or of the value if it has that."""
+        """Return the name of a value's copy in channels-last layout, or of the value if it has that, or has some of the
+        channels of an image that has it."""
         fake = self.values[name].fake
-        _, c, h, w = fake.shape
-        if (h, w) == (1, 1) or fake.stride() == (c * h * w, 1, w * c, c):
+        (_, c, h, w), strides = fake.shape, fake.stride()
+        some = c > 1 and strides[1] == 1 and c <= strides[3] and strides[2] == w * strides[3]
+        if (h, w) == (1, 1) or strides == (c * h * w, 1, w * c, c) or some:
             return name
         return self._added(name, ATEN.clone, (), {"memory_format": torch.channels_last}, reader)
 

@@ -53,6 +53,25 @@ FUSIBLE = frozenset(
 )
 """Ops that a fused kernel can compute, in addition to the pointwise ones."""
 
+UNTAGGED = frozenset(
+    {
+        ATEN._prelu_kernel,
+        ATEN._prelu_kernel_backward,
+        ATEN.elu_backward,
+        ATEN.hardshrink_backward,
+        ATEN.hardsigmoid_backward,
+        ATEN.hardswish,
+        ATEN.hardswish_backward,
+        ATEN.hardtanh_backward,
+        ATEN.leaky_relu_backward,
+        ATEN.masked_fill,
+        ATEN.mish_backward,
+        ATEN.softplus_backward,
+        ATEN.softshrink_backward,
+    }
+)
+"""Pointwise ops that PyTorch does not tag as such."""
+
 FACTORIES = frozenset({ATEN.full, ATEN.zeros, ATEN.ones, ATEN.scalar_tensor, ATEN.arange})
 """Ops without tensors among their arguments. A kernel computes their numbers where it needs them."""
 
@@ -104,10 +123,8 @@ def is_inner_view(call: Call) -> bool:
 
 def is_pointwise(call: Call) -> bool:
     """Return whether a call is a pointwise op of PyTorch."""
-    return (
-        torch.Tag.pointwise in getattr(call.target, "tags", ())
-        and getattr(call.target, "namespace", "") == "aten"
-    )
+    tagged = torch.Tag.pointwise in getattr(call.target, "tags", ())
+    return packet(call) in UNTAGGED or (tagged and getattr(call.target, "namespace", "") == "aten")
 
 
 def packet(call: Call) -> Any:

@@ -47,6 +47,24 @@ class Classifier(nn.Module):
         return self.head(y.flatten(1)).square().mean()
 
 
+class Branches(nn.Module):
+    """Convolutions of some of the channels, and activations without PyTorch's tag of pointwise ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2)),
+        )
+        self.up = nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(8, 8, 3), nn.PixelShuffle(2), nn.PReLU(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = functional.hardswish(self.a(x)).split(4, 1)
+        y = torch.stack([self.b[0](y), functional.leaky_relu(self.b[1](z))]).sum(0)
+        y = self.up(torch.cat([functional.mish(y), functional.elu(z)], 1))
+        return functional.cross_entropy(y, y.argmax(1))
+
+
 class UNet(nn.Module):
     """Skips by concatenation, upsampling, a transposed convolution, padding, and halves of the channels."""
 
@@ -100,6 +118,7 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "group norm": lambda: (Classifier(lambda width: nn.GroupNorm(2, width)), torch.randn(2, 3, 16, 16)),
     "groups": lambda: (Classifier(nn.InstanceNorm2d, groups=4), torch.randn(2, 3, 24, 16)),
     "depthwise": lambda: (Classifier(groups=8), torch.randn(1, 3, 16, 16)),
+    "branches": lambda: (Branches(), torch.randn(2, 3, 8, 8)),
     "u-net": lambda: (UNet(), torch.randn(2, 1, 16, 16)),
     "attention": lambda: (Attention(), torch.randn(2, 3, 16, 16)),
     "dropout": lambda: (Dropped(), torch.randn(2, 3, 8, 8)),
@@ -224,7 +243,19 @@ ARGUMENTS: Mapping[object, tuple[object, ...]] = {
     ATEN.upsample_bilinear2d: (X, [12, 12], False),
     ATEN.upsample_bilinear2d_backward: (LARGE, [12, 12], [2, 4, 6, 6], False),
     ATEN.constant_pad_nd: (X, [1, 1, 0, 2]),
+    ATEN.reflection_pad2d: (X, [1, 1, 2, 0]),
+    ATEN.reflection_pad2d_backward: (ones_of(2, 4, 8, 8), X, [1, 1, 2, 0]),
+    ATEN.pixel_shuffle: (X, 2),
+    ATEN.pixel_unshuffle: (X, 2),
     ATEN.cat: ([X, X.cos()], 1),
+    ATEN.stack: ([X, X.cos()], 1),
+    ATEN.amin: (X, [2]),
+    ATEN.var: (X, [1]),
+    ATEN.var_mean: (X, [2, 3]),
+    ATEN._softmax: (X, 1, False),
+    ATEN._softmax_backward_data: (X.cos(), X.softmax(1), 1, X.dtype),
+    ATEN._log_softmax: (X, 1, False),
+    ATEN._log_softmax_backward_data: (X.cos(), X.log_softmax(1), 1, X.dtype),
     ATEN.sum: (X, [0, 2, 3]),
     ATEN.mean: (X, [2, 3], True),
     ATEN.amax: (X, [1]),
