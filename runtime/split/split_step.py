@@ -341,7 +341,7 @@ class _Splitter(SumEmitter):
             return
         self._need(early.tangent)
         self.plain(call, value, ATEN.mul.Tensor, (Ref(self.of_one[region, value]), Ref(early.tangent)))
-        self._check_layout(value, value)
+        self._lay_out(call, value, value)
 
     def _join(self, call: Call, value: str, name: str) -> None:
         """Emit what makes a whole result of a call from its parts. ``name``: of the whole."""
@@ -376,7 +376,7 @@ class _Splitter(SumEmitter):
         self.call(call, f"{joined}.cat", ATEN.cat.default, ([*map(Ref, parts)], at), {}, (joined,))
         if back is not None:
             self.view(call, name, back[0], (Ref(joined), back[1]))
-        self._check_layout(value, name)
+        self._lay_out(call, value, name)
 
     def _divisor(self, call: Call) -> None:
         """Emit the divisor of a loss's mean, from the targets alone: the number of rows that are not ignored, or the

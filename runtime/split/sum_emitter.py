@@ -92,7 +92,7 @@ class SumEmitter(CallEmitter):
             self.plain(call, name, ATEN._to_copy.default, (Ref(last),), {"dtype": like.dtype})
         else:
             self._rename(last, name)
-        self._check_layout(value, name)
+        self._lay_out(call, value, name)
 
     def _rename(self, old: str, new: str) -> None:
         """Let the result of an emitted call have another name."""
@@ -108,8 +108,14 @@ class SumEmitter(CallEmitter):
             name += "_"
         return name
 
-    def _check_layout(self, value: str, name: str) -> None:
-        """Raise `CannotSplit` if the whole result ``name`` has another layout than the unsplit step gives it."""
+    def _lay_out(self, call: Call, value: str, name: str) -> None:
+        """Give the whole result ``name`` the strides that it has in the unsplit step, or raise `CannotSplit`."""
         made, like = self.values[name].fake, self.step.values[value].fake
+        if (made.shape, made.dtype) == (like.shape, like.dtype) and made.stride() != like.stride():
+            strides = zip(made.shape, made.stride(), like.stride(), strict=True)
+            if all(n == 1 or a == b for n, a, b in strides):  # those of dimensions of size 1 are arbitrary
+                self._rename(name, own := self._new(f"{name}.own"))
+                self.view(call, name, ATEN.as_strided.default, (Ref(own), [*like.shape], [*like.stride()]))
+                return
         if (made.shape, made.stride(), made.dtype) != (like.shape, like.stride(), like.dtype):
             raise CannotSplit(self.region, f"{value} would get other strides")

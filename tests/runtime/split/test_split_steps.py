@@ -241,3 +241,22 @@ def test_a_region_ends_where_the_fewest_bytes_cross_its_border() -> None:
     backward = ("convolution_backward", "gelu_backward", "convolution_backward_1")
     assert region.calls == ("convolution", "gelu", *backward)
     assert region.saved == 3 * 4 * 4 * 16 * 32 * 32
+
+
+def test_the_head_of_a_network_with_channels_last_is_split() -> None:
+    """The gradient of a kernel of one pixel has other strides in parts, of dimensions of size 1 only."""
+    torch.manual_seed(0)
+    module, (x, targets) = CASES["pixels"]()
+    module = module.double().to(memory_format=torch.channels_last)
+    batch = x.double().contiguous(memory_format=torch.channels_last), targets
+    step, regions = captured(module, batch)
+    assert any("loss" in r.modules for r in regions)
+    parted = split(step, regions, 3)
+    own = planned(module, parted)
+    assert verify(own, batch).error < 1e-12
+    module.zero_grad()
+    module(*batch).backward()
+    strides = [p.grad.stride() for p in module.parameters()]
+    module.zero_grad()
+    own(*batch).backward()
+    assert [p.grad.stride() for p in module.parameters()] == strides
