@@ -105,7 +105,8 @@ class Regions:
         return tuple(found)
 
     def regions(self, groups: Sequence[Group]) -> tuple[Region, ...]:
-        """Return the regions of a step that has exactly these. Those whose results nothing reads are left out."""
+        """Return the regions of a step that has exactly these. Those that read nothing, or whose results nothing reads,
+        are left out."""
         again = self._computed_again(groups)
         found = [self._region(names, again) for names in groups]
         needed = self._needed({name: region for region in found for name in region.names})
@@ -114,7 +115,9 @@ class Regions:
             for region in found
         )
         return tuple(
-            replace(r, outputs=outputs) for r, outputs in zip(found, results, strict=True) if outputs
+            replace(r, outputs=outputs)
+            for r, outputs in zip(found, results, strict=True)
+            if outputs and r.inputs
         )
 
     def _components(self, parents: Mapping[str, Sequence[str]]) -> tuple[Group, ...]:

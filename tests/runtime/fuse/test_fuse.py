@@ -226,3 +226,18 @@ def test_regions_are_found_in_the_same_way_in_two_captures() -> None:
     model, batch = Net(), torch.randn(4, 6, 8)
     keys = [[one.key for one in kernels(fuse(captured(model, batch), Uncompiled()).step)] for _ in range(2)]
     assert keys[0] == keys[1]
+
+
+def test_ops_that_read_no_tensor_of_the_step_are_no_region() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            waves = torch.arange(48.0).view(6, 8).mul(0.1).sin()
+            return (self.linear(x).relu() * waves + 1).square().sum()
+
+    fused = fuse(captured(Positions(), torch.randn(4, 6, 8)), Uncompiled())
+    assert kernels(fused.step)
+    assert all(kernel.ops.region.inputs for kernel in kernels(fused.step))
