@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.fuse.fusible_ops import is_pointwise, packet
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
 from rematplan.runtime.graph.storage_slices import has_strides, is_plain
@@ -90,12 +91,14 @@ FOLLOWING = frozenset(
 
 
 def in_channels_last(step: CapturedStep) -> CapturedStep:
-    """Return the step with images in channels-last layout; the same step if convolutions would not gain from it, or
-    if a layout that something depends on cannot be restored."""
-    if not _gains(step):
+    """Return the step with images in channels-last layout; the same step if convolutions would not gain from it, its
+    fake tensors may have other strides than real ones, or a layout that something depends on cannot be restored."""
+    modes = (getattr(v.fake, "fake_mode", None) for v in step.values.values())
+    mode = next((one for one in modes if isinstance(one, TrueLayouts)), None)
+    if mode is None or not _gains(step):
         return step
     try:
-        return _InChannelsLast(step).step()
+        return _InChannelsLast(step, mode).step()
     except _CannotRestore:
         return step
 
@@ -130,8 +133,8 @@ def _weight(step: CapturedStep, call: Call) -> torch.Tensor:
 class _InChannelsLast:
     """Makes the calls of the new step, in order, and finds the layouts of their results on fake tensors."""
 
-    def __init__(self, step: CapturedStep) -> None:
-        self.captured = step
+    def __init__(self, step: CapturedStep, mode: TrueLayouts) -> None:
+        self.captured, self.mode = step, mode
         self.values = {i.value: step.values[i.value] for i in step.inputs}
         self.calls: list[Call] = []
 
@@ -184,7 +187,7 @@ class _InChannelsLast:
         """Append a call, whose results have the layouts that follow from those of its operands."""
         operands = [self.values[name] for name in call.operands]
         args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: self.values[name].fake)
-        with operands[0].fake.fake_mode:  # type: ignore[attr-defined]
+        with self.mode:
             found = call.target(*args, **kwargs)
         made = {
             name: fake

@@ -19,6 +19,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
 from rematplan.runtime.graph.compat import FakeTensor
 from rematplan.runtime.graph.kernel_of import kernel_of
+from rematplan.runtime.graph.storage_slices import has_strides
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
 
 WORSE = 4.0
@@ -161,14 +162,19 @@ class FusedKernel:
 
     @cached_property
     def _op(self) -> Callable[..., Any]:
-        """What generated code calls, without a check of the arguments."""
-        run = self.compiled
+        """What generated code calls."""
+        run, layouts = self.compiled, tuple(t.stride() for t in self.ops.inputs)
+
+        def laid_out(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            # A library may return other strides than its fake tensors, and compiled code does not look at them.
+            return [a if a.stride() == s else _with_strides(a, s) for a, s in zip(args, layouts, strict=True)]
+
         if len(self.ops.outputs) == 1:
-            return lambda *args: run(list(args))[0]
-        return lambda *args: run(list(args))
+            return lambda *args: run(laid_out(args))[0]
+        return lambda *args: run(laid_out(args))
 
     def __call__(self, *args: torch.Tensor) -> Any:
-        """Run the kernel; on fake tensors, the region's ops. The arguments must have the strides at capture."""
+        """Run the kernel; on fake tensors, the region's ops."""
         if isinstance(args[0], FakeTensor):
             found = self.ops(*args)
             return found[0] if len(found) == 1 else found
@@ -176,6 +182,14 @@ class FusedKernel:
 
     def __deepcopy__(self, memo: object) -> FusedKernel:
         return self
+
+
+def _with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with these strides: itself or, if it has others where they matter, a copy."""
+    if has_strides(tensor, strides):
+        return tensor
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
 
 
 def begin_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> Callable[[], FusedKernel]:

@@ -140,6 +140,27 @@ def test_images_are_channels_last_under_all_plans() -> None:
         assert 0.98 * plan.plan.peak <= fixed + peak <= plan.plan.peak
 
 
+class Padded(nn.Module):
+    """An op whose gradient is contiguous, though PyTorch's fake tensor for it is not if the image is channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.pad(functional.silu(self.a(x)) * 2, (1, 1, 1, 1), mode="reflect")
+        return self.b(y).square().mean()
+
+
+def test_a_kernel_in_a_compiled_graph_reads_what_libraries_return() -> None:
+    torch.manual_seed(0)
+    model, images = Padded(), torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    expected = {n: t.clone() for n, t in results(model, model, images).items()}
+    backend = rematplan.backend(budget="100%", kernels="fused", compiler="eager", strategy=QUICK)
+    got = results(model, torch.compile(model, backend=backend), images)
+    assert all(torch.allclose(got[n], expected[n], rtol=1e-4, atol=1e-6) for n in expected)
+
+
 def test_the_distance_to_float64_is_at_most_four_times_that_of_eager_mode(model: Net) -> None:
     eager = results(model, model, BATCH)
     fused = results(model, planned(model, BATCH), BATCH)
