@@ -12,10 +12,9 @@ from rematplan.runtime.guards.repeated_writes import Write
 
 
 class ModuleTensors:
-    """The parameters, buffers and submodules of a model before a forward, which may add a buffer or replace one by
-    another shape or type.
+    """The parameters, buffers and submodules of a model before a forward, which may add or replace buffers.
 
-    A replacement of equal shape and type does not count: its values are copied into the old buffer.
+    The old tensor of a replaced buffer may be known elsewhere, so a planned call does not write into it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,6 +57,4 @@ class ModuleTensors:
 
 
 def _is_other(tensor: Any, before: Any) -> bool:
-    if tensor is None or tensor is before:
-        return False
-    return before is None or (tensor.shape, tensor.dtype) != (before.shape, before.dtype)
+    return tensor is not None and tensor is not before

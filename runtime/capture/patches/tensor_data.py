@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -46,19 +47,22 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             with torch.no_grad():
                 tensor.detach().copy_(data)
 
-    def check(tensor: torch.Tensor) -> None:
-        if get_ident() == thread and id(tensor) in places:
-            raise ModelError(
-                "the forward uses the gradient (.grad) of a parameter or input, which a plan does not know; use it "
-                "outside of the forward"
-            )
+    def refuse() -> None:
+        raise ModelError(
+            "the forward uses the gradient (.grad) of a parameter or input, which a plan does not know; use it outside "
+            "of the forward"
+        )
 
     def gradient(tensor: torch.Tensor) -> Any:
-        check(tensor)
-        return GRAD.__get__(tensor)
+        if get_ident() != thread or id(tensor) not in places:
+            return GRAD.__get__(tensor)
+        if sys._getframe(1).f_code.co_qualname != "Module._apply":  # `to` looks for one to convert
+            refuse()
+        return None
 
     def set_gradient(tensor: torch.Tensor, value: Any) -> None:
-        check(tensor)
+        if get_ident() == thread and id(tensor) in places:
+            refuse()
         GRAD.__set__(tensor, value)
 
     with (
