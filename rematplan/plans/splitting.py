@@ -41,8 +41,9 @@ LARGE = 0.1
 """Regions of one kind that save less than this share of what all save are not split together with others."""
 NOISE = 1.2
 """Costs that were measured at different times may differ by this factor on a machine that counts as quiet."""
-ALIKE = 0.01
-"""Choices whose plans recompute at most this share of a step more than the least are equal: the fewest parts win."""
+ALIKE, ALIKE_MODELLED = 0.01, 0.002
+"""Choices whose plans recompute at most this share of a step more than the least are equal: the fewest parts win. With
+modelled costs, in which no noise hides what more parts cost, the share is the second."""
 SplitKind: TypeAlias = tuple[SplitRegion, ...]
 """Regions of equal ops and sizes, such as the MLPs of all layers. They are split into equally many parts."""
 SplitChoice: TypeAlias = Mapping[SplitKind, int]
@@ -101,12 +102,18 @@ def split_as_asked(
         # A model that was loaded from a file has its name in front of its modules' names.
         inside = [r for one in (name, f"model.{name}") for r in regions if r.is_in(one)]
         if needed and not inside:
-            known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
-            raise UsageError(
-                f"split: no ops of {name!r} can be split in {step.name}; what can be split is in {known}"
-            )
+            raise UsageError(_about_whole(step, name, regions))
         parts |= {(r,): k for r in inside}
     return _noted(problems, step, parts)
+
+
+def _about_whole(step: CapturedStep, module: str, regions: Sequence[SplitRegion]) -> str:
+    """Return why nothing in a module can be split, and what can be."""
+    known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
+    text = f"split: no ops of {module!r} can be split in {step.name}; what can be split is in {known}"
+    made = {s for c in step.calls if c.module in (module, f"model.{module}") for s in step.writes(c)}
+    returned = not made.isdisjoint(step.returned("output"))
+    return f"{text}; the model returns what {module!r} computes, so that exists whole" if returned else text
 
 
 def split_as_planned(problems: StepProblems, step: CapturedStep, ops: Collection[str]) -> RewrittenStep:
@@ -216,7 +223,8 @@ def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     within = first is not None
     outcomes = [chooser.outcome(choice, cheapest, within) for choice in tried]
     unfit, best = min(outcomes)
-    alike = ALIKE if within and not unfit else 0.0
+    alike = ALIKE if chooser.problems.options.costs == PROFILE else ALIKE_MODELLED
+    alike = alike if within and not unfit else 0.0
     equal = [choice for choice, one in zip(tried, outcomes, strict=True) if one <= (unfit, best + alike)]
     kept = (choice for choice in equal if not _changed(chooser.problems, chooser.step, choice))
     return next(kept, equal[0])

@@ -226,6 +226,16 @@ def test_a_module_without_a_region_is_refused(model: Head, tokens: Tensor) -> No
         planned(model, tokens, budget="50%", split={"token": 4})
 
 
+def test_a_refusal_says_that_the_model_returns_what_a_module_computes(tokens: Tensor) -> None:
+    class Scores(Head):
+        def forward(self, tokens: Tensor) -> Any:
+            scores = self.head(self.token(tokens))
+            return functional.cross_entropy(scores.flatten(0, 1), tokens.flatten()), scores
+
+    with pytest.raises(UsageError, match="the model returns what 'head' computes, so that exists whole"):
+        planned(Scores(), tokens, budget="80%", split={"head": 4})
+
+
 def test_every_size_in_a_range_is_split_before_training(model: Head, tokens: Tensor) -> None:
     ranges = {"tokens": {0: torch.export.Dim("n", min=2, max=4)}}
     found = planned(model, tokens, budget="50%", split={"loss": 4}, dynamic_shapes=ranges)
@@ -262,6 +272,6 @@ def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(
         return ("mm",) if 2 in choice.values() else ()
 
     monkeypatch.setattr(splitting, "_changed", changed)
-    monkeypatch.setattr(splitting, "ALIKE", 1.0)
+    monkeypatch.setattr(splitting, "ALIKE_MODELLED", 1.0)
     (note,) = Planner(options).plan(step).notes
     assert "loss in 4 parts" in note
