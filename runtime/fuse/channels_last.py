@@ -233,7 +233,8 @@ class _InChannelsLast:
         view = f"{name}.captured"
         if view not in self.values:
             instead = {operand: self._as_captured(operand, reader) for operand in maker.operands}
-            if not self._append(replace(maker, name=view, results=(view,)), instead):
+            again = replace(maker, name=view, results=(view,), backward=reader.backward, late=reader.late)
+            if not self._append(again, instead):
                 raise _CannotRestore
         return view
 

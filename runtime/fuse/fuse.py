@@ -102,7 +102,7 @@ class FusedStep:
 
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
     """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops."""
-    step = in_channels_last(step)
+    captured, step = step, in_channels_last(step)
     regions, failures = Regions(step), dict[Group, str]()
     groups = list(regions.find())
     most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]
@@ -124,7 +124,7 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
             over = [r.names for r in kept if need(fused.call[name_of(r)]) > most]
             over = over or [r.names for r in kept if name_of(r) == at and highest > peak]
             if not over:
-                named = replace(fused, name=f"{step.name} (fused)") if kept else step
+                named = replace(fused, name=f"{step.name} (fused)") if kept else captured
                 return FusedStep(named, kept, tuple(failures.values()))
         groups = [names for names in groups if names not in failures and names not in over]
         groups += [part for names in over for part in regions.cut(names)]

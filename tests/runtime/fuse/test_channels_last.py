@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from rematplan.module.captures import capture_call
 from rematplan.runtime.fuse.channels_last import FOLLOWING, in_channels_last
+from rematplan.runtime.fuse.fuse import Kernels, fuse
+from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel
+from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 
 ATEN = torch.ops.aten
@@ -179,6 +182,19 @@ def test_only_the_ends_are_copied() -> None:
     ends = {o.value: o for o in changed.outputs}
     assert {ends[c.name].target for c in added if c.name in ends} == weights
     assert len(added) == len(weights) + 2
+
+
+def test_a_step_without_kernels_stays_as_captured() -> None:
+    class NoCompiler(Kernels):
+        def begin(self, step: CapturedStep, regions: Sequence[Region]) -> None:
+            pass
+
+        def of(self, step: CapturedStep, region: Region) -> FusedKernel:
+            raise CannotFuse("no compiler")
+
+    model, x = MODELS["batch norm"]()
+    step = capture_call(model, (x,), {})[1]
+    assert fuse(step, NoCompiler()).step is step
 
 
 def test_steps_without_convolutions_of_images_stay() -> None:
