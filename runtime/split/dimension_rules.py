@@ -118,17 +118,33 @@ def filled(one: Shaped) -> DimensionRule:
     return pointwise(one, {1: one.results[0]})
 
 
+def _of_rank(one: Shaped, rank: int) -> Mapping[str, Labels]:
+    """Return labels by which equal dimensions of all tensors of a rank belong together. Others are read whole, such as
+    an empty tensor to which a cache is joined."""
+    every = (*one.operands, *one.results)
+    return {v: tuple(range(rank)) if len(one.shape(v)) == rank else () for v in every}
+
+
+def repeated(one: Shaped) -> DimensionRule:
+    """The op repeats the operand along the dimensions for which argument 1 is not 1; these are whole."""
+    rank, own = len(one.shape(one.results[0])), len(one.shape(one.operand(0)))
+    labels: dict[str, Labels] = {
+        one.operand(0): tuple(range(rank - own, rank)),
+        one.results[0]: tuple(range(rank)),
+    }
+    return DimensionRule(labels, frozenset(d for d, n in enumerate(one.call.args[1]) if n != 1))
+
+
 def along(at: int, shape: int | None = None, default: int = 0) -> Rule:
     """The op treats one dimension or several, argument ``at``, whole. ``shape``: the argument that is the result's
     shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
-        labels: Labels = tuple(range(rank))
         given = {} if shape is None else {shape: one.results[0]}
         dims = one.argument(at, default)
         whole = frozenset(d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank)))
-        return DimensionRule(dict.fromkeys((*one.operands, *one.results), labels), whole, shapes=given)
+        return DimensionRule(_of_rank(one, rank), whole, shapes=given)
 
     return rule
 
@@ -138,9 +154,8 @@ def last(count: int, shape: int | None = None) -> Rule:
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
-        labels = {v: tuple(range(rank)) for v in (*one.operands, *one.results) if len(one.shape(v)) == rank}
         given = {} if shape is None else {shape: one.results[0]}
-        return DimensionRule(labels, frozenset(range(rank - count, rank)), shapes=given)
+        return DimensionRule(_of_rank(one, rank), frozenset(range(rank - count, rank)), shapes=given)
 
     return rule
 
@@ -207,7 +222,7 @@ def gathered(one: Shaped) -> DimensionRule | None:
     """The op moves numbers along one dimension, argument 1, as indices say. Only equal others belong together."""
     shapes = [one.shape(v) for v in (*one.operands, *one.results)]
     rank = len(shapes[0])
-    if not rank:
+    if not rank or any(len(shape) != rank for shape in shapes):
         return None
     unequal = {d for d in range(rank) if len({shape[d] for shape in shapes}) > 1}
     labels: Labels = tuple(range(rank))

@@ -258,6 +258,8 @@ CASES |= {
     "cumprod": (2, alike(A.cumprod.default, 1, -1)),
     "flip": (1, alike(A.flip.default, 1, [1, 2])),
     "roll": (2, alike(A.roll.default, 1, [1], [1])),
+    "repeat": (2, lambda a, b, c: (A.repeat.default, (x0, [2, 1, 3, 1]), [d(a, b, c)])),
+    "_safe_softmax": (2, alike(A._safe_softmax.default, 1, 1)),
     "topk": (2, lambda a, b, c: (A.topk.default, (x0, 1), [d(a, b, c)])),
     "amin": (2, alike(A.amin.default, 1, [-1])),
     "max.dim": (2, alike(A.max.dim, 1, 1)),

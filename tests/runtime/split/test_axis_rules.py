@@ -176,3 +176,12 @@ def test_heads_that_share_keys_are_no_axis_of_attention() -> None:
     step = step_of(attention, (x0, x1, x2), [d(2, 4, 5, 8), d(2, 2, 5, 8), d(2, 2, 5, 8)])
     assert states_of(step, step.calls[0], {"x0": AxisSpan(1, 1)}, 4) is None
     assert states_of(step, step.calls[0], {"x0": AxisSpan(0, 0)}, 2) is not None
+
+
+def test_an_empty_tensor_without_dimensions_of_its_own_may_be_joined() -> None:
+    """As the caches of keys and values of some models are at first."""
+    step = step_of(A.cat.default, ([x0, x1], -1), [d(0), d(2, 6, 5)])
+    assert states_of(step, step.calls[0], {"x1": AxisSpan(1, 1)}, 6) == {
+        "x1": AxisSpan(1, 1),
+        "y0": AxisSpan(1, 1),
+    }
