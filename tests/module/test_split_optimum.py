@@ -23,19 +23,24 @@ MOST_STATES = 10**5
 
 
 class Wide(nn.Module):
-    """A wide layer, of which all can be split."""
+    """A wide layer, of which all can be split. ``squared``: the loss is computed from the sum of all, which is whole
+    then."""
 
-    def __init__(self) -> None:
+    def __init__(self, squared: bool) -> None:
         super().__init__()
+        self.squared = squared
         self.a, self.b = nn.Linear(4, 64, bias=False), nn.Linear(64, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()).sum()
+        total = self.b(self.a(x).tanh()).sum()
+        return total.square() if self.squared else total
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9, 0.65, 0.55])
-def test_no_schedule_of_any_splits_is_cheaper(share: float) -> None:
-    model, x = Wide(), torch.randn(64, 4)
+@pytest.mark.parametrize(
+    ("squared", "share"), [*((True, share) for share in (1.0, 0.9, 0.65, 0.55)), (False, 0.9), (False, 0.65)]
+)
+def test_no_schedule_of_any_splits_is_cheaper(squared: bool, share: float) -> None:
+    model, x = Wide(squared), torch.randn(64, 4)
     step = capture(model, (x,), "tiny")
     options = PlanOptions(
         budget="100%", costs="roofline", refine=False, strategy=rematplan.Auto(moves=20_000), split="auto"
