@@ -308,7 +308,11 @@ ARGUMENTS: Mapping[object, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("op", FOLLOWING, ids=str)
+def test_each_op_that_takes_any_layout_has_arguments_here() -> None:
+    assert ARGUMENTS.keys() == FOLLOWING
+
+
+@pytest.mark.parametrize("op", ARGUMENTS, ids=str)
 def test_an_op_that_takes_any_layout_computes_the_same_of_all(op: Callable[..., object]) -> None:
     args = ARGUMENTS[op]
     whole = [tuple(a) if isinstance(a, list) and isinstance(a[0], Tensor) else a for a in args]
