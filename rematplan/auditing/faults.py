@@ -182,6 +182,8 @@ def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
 
 
 COMPILER = "torch.compile gives other results than eager mode"
+ABOUT = 0.9
+"""Of the results that differ by at least this share of the largest difference, the first one tells the place."""
 BACKENDS = (
     'look for code that asks torch.compiler.is_compiling(); if there is none, compile with backend="aot_eager" to see '
     "whether Inductor is the cause"
@@ -364,8 +366,8 @@ def of_first_differences(seen: Watched) -> Iterator[Fault]:
 
 def of_compiler(found: StepDifferences, cause: str = COMPILER, advice: str = BACKENDS) -> Fault:
     """Return the fault of a step that is right in eager mode, and gives other results when it is compiled."""
-    worst = max(found.tensors, key=lambda d: d.relative, default=None)
-    module = worst.name.partition(" ")[2].rpartition(".")[0] if worst else ""
-    return _fault(
-        cause, found.names, error=worst.relative if worst else math.inf, module=module, advice=advice
-    )
+    error = max((d.relative for d in found.tensors), default=math.inf)
+    # Rounding decides which of about equal differences is the largest.
+    worst = next((d.name for d in found.tensors if d.relative >= ABOUT * error), "")
+    module = worst.partition(" ")[2].rpartition(".")[0]
+    return _fault(cause, found.names, error=error, module=module, advice=advice)
