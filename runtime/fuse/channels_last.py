@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
-from rematplan.runtime.fuse.fusible_ops import is_pointwise, packet
+from rematplan.runtime.fuse.fusible_ops import packet
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
+from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.graph.storage_slices import has_strides, is_plain
 
 ATEN = torch.ops.aten
@@ -260,7 +261,7 @@ class _InChannelsLast:
 
 def _follows(call: Call) -> bool:
     """Return whether a call computes the same numbers for operands of any layout."""
-    return (packet(call) in FOLLOWING or is_pointwise(call)) and not (call.ordered or call.in_place)
+    return (packet(call) in FOLLOWING or is_pointwise(call.target)) and not (call.ordered or call.in_place)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.pointwise_ops import is_pointwise
 
 INFINITE = 1 << 62
 
 
 def is_cheap(call: Call) -> bool:
     """Return whether a kernel computes the call's only result without a loop of its own."""
-    return call.single and torch.Tag.pointwise in getattr(call.target, "tags", ())
+    return call.single and is_pointwise(call.target)
 
 
 def computed_again(

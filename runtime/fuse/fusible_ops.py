@@ -9,6 +9,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import OpOverload
+from rematplan.runtime.graph.pointwise_ops import is_pointwise
 
 ATEN = torch.ops.aten
 DEVICES = frozenset({"cpu", "cuda"})
@@ -53,25 +54,6 @@ FUSIBLE = frozenset(
 )
 """Ops that a fused kernel can compute, in addition to the pointwise ones."""
 
-UNTAGGED = frozenset(
-    {
-        ATEN._prelu_kernel,
-        ATEN._prelu_kernel_backward,
-        ATEN.elu_backward,
-        ATEN.hardshrink_backward,
-        ATEN.hardsigmoid_backward,
-        ATEN.hardswish,
-        ATEN.hardswish_backward,
-        ATEN.hardtanh_backward,
-        ATEN.leaky_relu_backward,
-        ATEN.masked_fill,
-        ATEN.mish_backward,
-        ATEN.softplus_backward,
-        ATEN.softshrink_backward,
-    }
-)
-"""Pointwise ops that PyTorch does not tag as such."""
-
 FACTORIES = frozenset({ATEN.full, ATEN.zeros, ATEN.ones, ATEN.scalar_tensor, ATEN.arange})
 """Ops without tensors among their arguments. A kernel computes their numbers where it needs them."""
 
@@ -100,7 +82,7 @@ VIEWS = frozenset(
 
 def is_fusible(step: CapturedStep, call: Call) -> bool:
     """Return whether a fused kernel can compute a call."""
-    kind = packet(call) in FUSIBLE or is_pointwise(call)
+    kind = packet(call) in FUSIBLE or is_pointwise(call.target)
     if not kind or call.is_view or call.ordered or call.late or call.in_place:
         return False
     results = list(call.made)
@@ -119,12 +101,6 @@ def is_factory(step: CapturedStep, call: Call) -> bool:
 def is_inner_view(call: Call) -> bool:
     """Return whether a kernel can take a view itself."""
     return call.is_view and packet(call) in VIEWS
-
-
-def is_pointwise(call: Call) -> bool:
-    """Return whether a call is a pointwise op of PyTorch."""
-    tagged = torch.Tag.pointwise in getattr(call.target, "tags", ())
-    return packet(call) in UNTAGGED or (tagged and getattr(call.target, "namespace", "") == "aten")
 
 
 def packet(call: Call) -> Any:

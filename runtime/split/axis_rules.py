@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.split.axis_spans import AxisSpan, through_view, trimmed
 from rematplan.runtime.split.dimension_rules import (
     ATEN,
@@ -49,21 +48,11 @@ RULES: Mapping[Any, Rule] = {
     ATEN.alias: pointwise,
     ATEN.detach: pointwise,
     ATEN.where: pointwise,
-    ATEN.masked_fill: pointwise,
     ATEN.zeros_like: pointwise,
     ATEN.ones_like: pointwise,
     ATEN.full_like: pointwise,
-    ATEN.leaky_relu_backward: pointwise,
-    ATEN.elu_backward: pointwise,
-    ATEN.softplus_backward: pointwise,
-    ATEN.hardtanh_backward: pointwise,
-    ATEN.hardswish_backward: pointwise,
-    ATEN.hardsigmoid_backward: pointwise,
-    ATEN.mish_backward: pointwise,
     ATEN.log_sigmoid_forward: pointwise,
     ATEN.log_sigmoid_backward: pointwise,
-    ATEN._prelu_kernel: pointwise,
-    ATEN._prelu_kernel_backward: pointwise,
     ATEN.expand: filled,
     ATEN.new_zeros: filled,
     ATEN.new_ones: filled,
@@ -174,8 +163,7 @@ def rule_of(step: CapturedStep, call: Call) -> DimensionRule | None:
         return class_loss_backward(one)
     if (rule := RULES.get(call.target) or RULES.get(packet)) is not None:
         return rule(one)
-    tagged = torch.Tag.pointwise in getattr(call.target, "tags", ())
-    return pointwise(one) if tagged and getattr(call.target, "namespace", "") == "aten" else None
+    return pointwise(one) if is_pointwise(call.target) else None
 
 
 def states_of(

@@ -19,6 +19,7 @@ from rematplan.runtime.graph.compat import (
     disable_current_modes,
     pytree,
 )
+from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.graph.storage_slices import is_plain
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
@@ -178,11 +179,7 @@ def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
     """
     if op in DISTRUSTED or plain:
         return op in DISTRUSTED
-    return op in UNSURE or (ones and (op in UNSURE_OF_ONES or _is_pointwise(op)))
-
-
-def _is_pointwise(op: Any) -> bool:
-    return getattr(op, "namespace", "") == "aten" and torch.Tag.pointwise in op.tags
+    return op in UNSURE or (ones and (op in UNSURE_OF_ONES or is_pointwise(op)))
 
 
 class TrueLayouts(FakeTensorMode):
