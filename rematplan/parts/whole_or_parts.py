@@ -63,7 +63,8 @@ class WholeOrParts(Runner):
         self.parts: PlannedParts | None = None
         """Runs the parts; None if the whole is planned, or nothing is planned yet."""
         self.stays_whole = False
-        """Whether the whole is planned although each call may need another capture: parts were tried in vain."""
+        """Whether the whole stays planned although each call may need another capture, since parts were refused or need
+        more memory."""
         self.settings: tuple[Any, ...] | None = None
         """The model's settings (`settings_of`) before the first call in parts; empty from the second call on."""
         if modules is not None:

@@ -30,6 +30,8 @@ IMAGES = MappingProxyType(
 )
 """Ops whose images must all be contiguous or all channels-last, and the images' positions among the arguments."""
 GROUP_NORMS = frozenset({ATEN.native_group_norm, ATEN.native_group_norm_backward})
+FEW = 300
+"""The number of calls for each convolution from which on a step has too few of them."""
 GROUPS = MappingProxyType({ATEN.convolution: 8, ATEN.convolution_backward: 9})
 """The position of the number of groups among the arguments of a convolution."""
 FOLLOWING = frozenset(
@@ -114,6 +116,8 @@ def _gains(step: CapturedStep) -> bool:
     weights = [(_weight(step, c), c.args[GROUPS[packet(c)]]) for c in step.calls if _convolves(step, c)]
     if step.device.type == "cpu":
         return bool(weights) and torch.backends.mkldnn.is_available()
+    if len(step.calls) >= FEW * len(weights):
+        return False
     # Groups of several channels are slower, and so are convolutions that halve the channels, or have few of them.
     slow = any(
         (groups > 1 and w.shape[1] > 1) or (2 * w.shape[0] <= w.shape[1] and w.shape[2] > 1)

@@ -39,7 +39,7 @@ class DimensionRule:
     """By its position, each argument that is the shape of a value, or the number of its first dimension's indices, and
     the value."""
     single: bool = False
-    """Whether several dimensions together are no axis."""
+    """Whether only a single dimension can be an axis, not several merged ones."""
     mean: Mean | None = None
     """How the parts of a mean are computed, which is of all parts' numbers."""
 

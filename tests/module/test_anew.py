@@ -41,7 +41,7 @@ class WarmUp(Base):
         weight = min(1.0, self.step.item() / 1000)
         self.step += 1
         h = self.first(x)
-        return self.second(h).square().mean() + weight * h.square().mean()  # type: ignore[no-any-return]
+        return self.second(h).square().mean() + weight * h.square().mean()
 
 
 class Queue(Base):
@@ -60,7 +60,7 @@ class Argument(Base):
     """A number among the arguments."""
 
     def forward(self, x: Tensor, by: float) -> Tensor:
-        return self.second(self.first(x) * by).square().mean()  # type: ignore[no-any-return]
+        return self.second(self.first(x) * by).square().mean()
 
 
 class Inner(nn.Module):
@@ -71,7 +71,7 @@ class Inner(nn.Module):
         self.inner = Argument()
 
     def forward(self, x: Tensor, by: float) -> Tensor:
-        return self.inner(x, by)  # type: ignore[no-any-return]
+        return self.inner(x, by)
 
 
 class Logging(Base):
@@ -80,7 +80,7 @@ class Logging(Base):
     def forward(self, x: Tensor) -> Tensor:
         if x is None:
             LOG.clear()
-        return self.second(self.first(x)).square().mean()  # type: ignore[no-any-return]
+        return self.second(self.first(x)).square().mean()
 
 
 def batch(at: int, rows: int = 16) -> tuple[Any, ...]:
@@ -112,7 +112,7 @@ def test_what_changes_in_each_call_is_planned_in_parts_after_a_few_captures(
             one(*of_step(at)).backward()
         LOG.append(0.0)
         grads = [[p.grad for p in one.parameters()] for one in (eager, model)]
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
         assert all(map(torch.equal, eager.buffers(), model.buffers()))
         plans.append(rematplan.planning(model).plans)
     assert len(plans[-1]) == 2
@@ -144,7 +144,7 @@ def test_parts_that_do_not_fit_leave_the_whole_which_says_what_they_need(
     assert len(rematplan.planning(model).plans) == STEPS
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)
-    )  # type: ignore[arg-type]
+    )
     (told,) = [str(one.message) for one in recwarn if "another graph" in str(one.message)]
     assert "parts need" in told
 
@@ -190,7 +190,7 @@ def test_a_first_call_that_sets_parameters_runs_in_parts_and_later_ones_as_a_who
             one.zero_grad()
             one(*batch(at, 256)).square().mean().backward()
         grads = [[p.grad for p in one.parameters()] for one in (eager, planned)]
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
         assert all(map(torch.equal, eager.state_dict().values(), planned.state_dict().values()))
         counts.append(rematplan.planning(planned).stats().plans)
     assert counts == [2, 1, 1, 1]
