@@ -32,6 +32,9 @@ IMAGES = MappingProxyType(
 GROUP_NORMS = frozenset({ATEN.native_group_norm, ATEN.native_group_norm_backward})
 FEW = 300
 """The number of calls for each convolution from which on a step has too few of them."""
+HEAVY = 8
+"""The weights ÷ the images of a convolution from which on a CPU computes it faster, with smaller workspaces, in the
+layout of the weights."""
 GROUPS = MappingProxyType({ATEN.convolution: 8, ATEN.convolution_backward: 9})
 """The position of the number of groups among the arguments of a convolution."""
 FOLLOWING = frozenset(
@@ -127,8 +130,15 @@ def _gains(step: CapturedStep) -> bool:
 
 
 def _convolves(step: CapturedStep, call: Call) -> bool:
-    """Return whether a call is a convolution of images, or the backward of one."""
-    return packet(call) in GROUPS and _weight(step, call).ndim == 4
+    """Return whether a call is a convolution of images, or the backward of one, that may gain from this layout."""
+    if packet(call) not in GROUPS or _weight(step, call).ndim != 4:
+        return False
+    if step.device.type != "cpu" or _weight(step, call).shape[2:].numel() == 1:
+        return True
+    images = [r.value for r in call.args[: len(IMAGES[packet(call)])]]
+    images += [] if call.backward else call.results[:1]
+    largest = max(step.values[name].fake.numel() for name in images)
+    return _weight(step, call).numel() <= HEAVY * largest
 
 
 def _weight(step: CapturedStep, call: Call) -> torch.Tensor:

@@ -444,7 +444,8 @@ def test_the_backend_of_torch_compile(model: Net) -> None:
     model.zero_grad(set_to_none=True)
     fixed = BATCH.nbytes + sum(p.nbytes for p in model.parameters())
     peak, _ = peak_above_entry(lambda: compiled(BATCH).backward(), torch.device("cpu"))
-    assert 0 <= backend.plans[0].peak - (fixed + peak) <= 64
+    # PyTorch 2.11 holds the loss and its gradient outside of the graph.
+    assert -8 <= backend.plans[0].peak - (fixed + peak) <= 64
     with pytest.raises(UsageError, match="kernels='fused' cannot be combined with compiler='inductor'"):
         rematplan.backend(budget="85%", compiler="inductor", **options)
 

@@ -197,6 +197,17 @@ def test_a_step_without_kernels_stays_as_captured() -> None:
     assert fuse(step, NoCompiler()).step is step
 
 
+@pytest.mark.parametrize(("kernel", "changes"), [(1, True), (3, False)])
+def test_a_convolution_whose_weights_are_far_larger_than_its_images_stays(kernel: int, changes: bool) -> None:
+    deep, x = nn.Conv2d(64, 64, kernel, padding=kernel // 2), torch.randn(1, 64, 4, 4)
+    step = capture_call(deep, (x,), {})[1]
+    assert (in_channels_last(step) is not step) == changes
+    model, x = nn.Sequential(nn.Conv2d(3, 64, 3, 16, 1), nn.ReLU(), deep), torch.randn(1, 3, 64, 64)
+    step = in_channels_last(capture_call(model, (x,), {})[1])
+    read = [step.values[c.operands[0]].fake for c in step.calls if c.target is ATEN.convolution.default]
+    assert [fake.is_contiguous(memory_format=LAST) for fake in read] == [True, changes]
+
+
 def test_steps_without_convolutions_of_images_stay() -> None:
     for model, x in ((nn.Linear(4, 4), torch.randn(2, 4)), (nn.Conv1d(2, 2, 3), torch.randn(2, 2, 8))):
         step = capture_call(model, (x,), {})[1]
