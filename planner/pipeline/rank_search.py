@@ -176,7 +176,7 @@ class RankSearch:
         for _ in range(LIMITS.descents):
             if peak <= self.budget:
                 break
-            self._with_budget(peak - 1)._search()
+            self.with_budget(peak - 1)._search()
             before, peak = peak, self.known.peak(self.known.leanest())
             if peak == before:
                 break
@@ -203,12 +203,12 @@ class RankSearch:
 
         low, high = smallest, peak()
         for _ in range(LIMITS.cheaper):
-            other = self._with_budget((low + high) // 2, self.seconds / LIMITS.cheaper)
+            other = self.with_budget((low + high) // 2, self.seconds / LIMITS.cheaper)
             other._search()
             low, high = (low, peak()) if peak() <= other.budget else (other.budget, high)
         return high
 
-    def _with_budget(self, budget: int, seconds: float | None = None) -> RankSearch:
+    def with_budget(self, budget: int, seconds: float | None = None) -> RankSearch:
         """Return a search like this one for another budget in bytes. Both share their candidates."""
         other = copy(self)
         other.budget, other.seconds = budget, self.seconds if seconds is None else seconds

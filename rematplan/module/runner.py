@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from rematplan.ir import ModelError, NoGradients, show_bytes
+from rematplan.ir import ModelError, NoGradients
+from rematplan.module.budget_warnings import BudgetWarnings
 from rematplan.module.cached_plans import CachedPlans, CacheEntry, plan_key
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
@@ -36,6 +37,7 @@ from rematplan.runtime.capture.flat_module import (
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.patches.fake_layouts import distrust
 from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_hooks
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.execute.first_run import OtherNumbers, OtherResults
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -79,8 +81,7 @@ class Runner:
         self.last: CacheEntry
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
-        self.told_of_pending = False
-        """Whether the warning was given that several calls before a backward exceed the budget together."""
+        self.warnings = BudgetWarnings(name)
         self.unplanned = UnplannedCalls(name)
         self.untrained: deque[Hashable] = deque(maxlen=asked.max_plans)
         """The latest kinds of calls of which no output depends on a trainable parameter."""
@@ -102,6 +103,7 @@ class Runner:
         twin = copy.copy(self)
         twin.tree, twin.deferred = None, []
         twin.unplanned, twin.untrained = UnplannedCalls(self.name), self.untrained.copy()
+        twin.warnings = replace(self.warnings, told={*self.warnings.told})
         if not with_plans:
             twin.untrained.clear()
         twin.recorder = Recorder(self.recorder.options) if self.recorder else None
@@ -209,8 +211,9 @@ class Runner:
             raise failed
         if entry.running.refinement is not None:
             self._exchange(entry, state)
-        if not self.told_of_pending and self.planner.bounds_one_call:
-            self._warn_of_pending(entry)
+        bounded = self.planner.bounds_one_call
+        if bounded and "pending" not in self.warnings.told:
+            self.warnings.pending(entry.plan, sum(w.compiled.held_bytes for w in self.plans.all()))
         sink = self.recorder.sink(entry.statistics) if self.recorder else None
         flat = entry.compiled(
             state.named,
@@ -218,6 +221,7 @@ class Runner:
             lambda arrived: self._with_tangents(entry, arrived).compiled,
             sink,
             self.deferred,
+            lambda held: self.warnings.retained(entry.plan, held, of_part=not bounded),
         )
         return entry, flat
 
@@ -242,19 +246,6 @@ class Runner:
                 self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=()
             )
 
-    def _warn_of_pending(self, entry: CacheEntry) -> None:
-        """Warn, once, if what earlier calls hold for their backward exceeds the budget together with this call's
-        peak."""
-        held, plan = sum(w.compiled.held_bytes for w in self.plans.all()), entry.plan
-        if held and plan.budget is not None and held + plan.peak > plan.budget:
-            self.told_of_pending = True
-            warn(
-                f"{self.name} is called again before the backward of an earlier call, which holds {show_bytes(held)}. "
-                f"This call needs up to {show_bytes(plan.peak)} in addition, and the budget of "
-                f"{show_bytes(plan.budget)} bounds one call. Plan it by plan_stage: in_flight=2 for two before a "
-                f"backward"
-            )
-
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
         """At a new training step, replace the entry's plan by a better one that was found, unless a backward is
         pending."""
@@ -275,7 +266,7 @@ class Runner:
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
         # A step of other shapes does not count: its batch may be a small one.
-        if planner is None or prepared is None or prepared[1] != [t.shape for t in tensors_in(leaves)]:
+        if planner is None or prepared is None or prepared[1] != _shapes(leaves):
             return
         if prepared[0] != plan_key(leaves, spec, state):
             with LOCK.alone():
@@ -297,7 +288,7 @@ class Runner:
         leaves, spec = flattened_call(args, kwargs)
         self.prepared = (
             plan_key(leaves, spec, self._state(original)),
-            [t.shape for t in tensors_in(leaves)],
+            _shapes(leaves),
         )
 
     def captured(
@@ -447,6 +438,10 @@ class Runner:
         self.plans.add(key, entry)
         self.captures.warn_of_many()
         return entry
+
+
+def _shapes(leaves: list[Any]) -> list[torch.Size]:
+    return [t.shape for t in plain_tensors(tensors_in(leaves))]
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)

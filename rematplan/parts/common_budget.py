@@ -330,7 +330,7 @@ def _searching(
     if fixed is not None:
         return search(fixed)
     if stated.is_lean:
-        smallest = search(0).smallest
-        return search(max(least, smallest + int(LEAN[stated.kind] * smallest)))
+        leanest = search(0)
+        return leanest.with_budget(max(least, int((1 + LEAN[stated.kind]) * leanest.smallest)))
     whole = rank_peak(actions, [stage.measured(no_recompute(stage.graph)) for stage in stages])
     return search(stated.bytes(whole, lambda: 0))

@@ -36,6 +36,7 @@ from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
+from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.warn import warn
 
@@ -182,7 +183,7 @@ class PlannedParts:
         state = guards.ModuleTree(original.model).state(original.model)
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
-        tensors = tensors_in(leaves)
+        tensors = [*plain_tensors(tensors_in(leaves))]  # nested ones have no plain sizes
         # Each new number would be rehearsed.
         numbers = (int, float) if isinstance(self.error, CapturedAnew) else ()
         leaves = [type(leaf) if type(leaf) in numbers else leaf for leaf in leaves]

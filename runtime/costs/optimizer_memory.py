@@ -115,8 +115,8 @@ SPARSE: Mapping[torch.layout, tuple[str, ...]] = {
 
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in an object: sparse tensors, subclasses that wrap others, mappings and sequences are
-    searched recursively."""
+    """Yield the plain tensors in an object: sparse and nested tensors, subclasses that wrap others, mappings and
+    sequences are searched recursively."""
     if isinstance(value, torch.Tensor):
         if value.layout in SPARSE:
             yield from (getattr(value.detach(), part)() for part in SPARSE[value.layout])
@@ -124,7 +124,7 @@ def plain_tensors(value: object) -> Iterator[torch.Tensor]:
             for name in value.__tensor_flatten__()[0]:
                 yield from plain_tensors(getattr(value, name))
         else:
-            yield value
+            yield value.detach().values() if value.is_nested else value
     elif isinstance(value, (Mapping, list, tuple, deque)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from plain_tensors(one)

@@ -102,8 +102,7 @@ class CompiledPlan:
     def held_bytes(self) -> int:
         """The bytes of the values that forwards hold for a backward that has not begun or may be repeated, without the
         step's inputs."""
-        held = [v for call in list(self.calls) for v in call.start or () if isinstance(v, torch.Tensor)]
-        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
+        return bytes_of([v for call in list(self.calls) for v in call.start or ()])
 
     def __call__(
         self,
@@ -112,12 +111,14 @@ class CompiledPlan:
         with_tangents: WithTangents | None = None,
         statistics: Sink | None = None,
         deferred: Deferred | None = None,
+        retained: Callable[[int], None] = lambda held: None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the forward half, copy new content into the buffers, and return the module's outputs as nodes of the
         autograd graph."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
-        call = PlanCall(self, named, inputs, with_tangents, statistics, [] if deferred is None else deferred)
+        waiting = [] if deferred is None else deferred
+        call = PlanCall(self, named, inputs, with_tangents, statistics, waiting, retained)
         self.calls.add(call)
         return as_nodes(call, inputs)
 
@@ -128,6 +129,12 @@ class CompiledPlan:
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
+
+
+def bytes_of(values: Sequence[Any]) -> int:
+    """Return the bytes of the tensors among values. A storage that several share counts once."""
+    storages = (v.untyped_storage() for v in values if isinstance(v, torch.Tensor))
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def _own_name(target: str) -> str:
@@ -155,7 +162,9 @@ class PlanCall:
     with_tangents: WithTangents | None = None
     statistics: Sink | None = None
     deferred: Deferred = field(default_factory=list)
-    """With ``plan``, ``named``, ``with_tangents`` and ``statistics``: the plan and the arguments of its call."""
+    retained: Callable[[int], None] = lambda held: None
+    """With the fields before it: the plan and the arguments of its call. Called with the bytes that the forward holds
+    when a backward that retains the graph begins."""
     rerun: Rerun | None = None
     """Inputs and random states to run the forward again, if the plan does not take the gradients of all outputs;
     else None."""
@@ -247,7 +256,9 @@ class PlanCall:
                 if given is not None:
                     self.notes.note(value, given)
             self.held = list(self.start)
-        if not kept:
+        if kept:
+            self.retained(bytes_of(self.start))
+        else:
             self.start, self.outputs, self.rerun = None, (), None
         return tangents
 

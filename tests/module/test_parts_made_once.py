@@ -1,0 +1,71 @@
+"""Laws of what planning in parts does once, and of batches without plain sizes."""
+
+import copy
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from same_bits import SETTINGS, same_grads
+from torch import Tensor, nn
+from torch.nested import nested_tensor, to_padded_tensor
+
+import rematplan
+from rematplan.module.plan_access import runner_of
+from rematplan.planner.pipeline import rank_search
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+class Dropping(nn.Module):
+    """Blocks that NumPy's draws leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.blocks:
+            x = one(x) if numpy.random.uniform() > 0.2 else x
+        return x.square().mean()
+
+
+def test_the_plans_within_the_least_budget_begin_with_those_that_found_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[Any]()
+    search = rank_search.find_lean_plans
+    monkeypatch.setattr(rank_search, "find_lean_plans", lambda *given: calls.append(given) or search(*given))
+    model = rematplan.apply(Dropping(), **SETTINGS)
+    model(torch.randn(64, 16)).backward()
+    assert len(calls) == 1
+    plan = runner_of(model).parts.last.plan  # type: ignore[attr-defined]
+    assert plan.peak <= plan.budget
+
+
+class Padding(nn.Module):
+    """A layer for nested tensors, and blocks for dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.Sequential(block(), block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense: Tensor = self.blocks(to_padded_tensor(self.first(x), 0.0))
+        return dense.square().mean()
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_of_nested_tensors_are_planned_in_parts(layout: torch.layout) -> None:
+    eager = Padding()
+    planned = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
+    for at in range(3):
+        given = nested_tensor([torch.randn(rows, 16) for rows in (5, 20, 7 + at)], layout=layout)
+        for model in (eager, planned):
+            model.zero_grad()
+            model(given).backward()
+        assert same_grads(eager, planned)
+    assert len(rematplan.planning(planned).plans) == 1
