@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from inspect import getattr_static
+from itertools import zip_longest
 from types import BuiltinMethodType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -81,7 +82,7 @@ class _Shelf:
     variables: bool = True
     """Whether the values are those of variables or attributes, and not the items of a dictionary."""
     named: bool = True
-    """Whether code reads them by these names; not true of default arguments."""
+    """Whether code that was examined reads them by these names; not true of the arguments of library functions."""
     wanted: set[str] = field(default_factory=set)
     """Of an object's attributes, the names that code may look up."""
     absent: set[str] = field(default_factory=set)
@@ -184,7 +185,7 @@ class GlobalReads:
             shelf = self.shelves.setdefault(id(holder), _Shelf(holder, values))
             shelf.variables = shelf.variables and thing is not values
             function = _inside(thing)
-            hidden = function is not None and (holder is function or self._is_library(function.__module__))
+            hidden = function is not None and self._is_library(function.__module__)
             shelf.named = shelf.named and not hidden
             if name not in _REPLACED:
                 shelf.found.setdefault(name, value if registry else kept(value))
@@ -235,6 +236,8 @@ class GlobalReads:
             self._meet(thing(), names)
         if isinstance(thing, partial):
             yield thing, thing.keywords, frozenset(thing.keywords), own
+            given = _positional(thing)
+            yield thing.args, given, frozenset(given), own
         if isinstance(thing, ModuleType):
             if not self._is_library(thing.__name__):
                 yield thing, vars(thing), names, names
@@ -297,6 +300,15 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     every = {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
     return {name: value for name, value in every.items() if type(value) not in PLAIN}
+
+
+def _positional(bound: partial[Any]) -> dict[str, Any]:
+    """Return the positional arguments of a partial function that are not of plain immutable types, by the names of its
+    parameters."""
+    function, is_method = _inside(bound.func), isinstance(bound.func, MethodType)
+    names = function.__code__.co_varnames[is_method : function.__code__.co_argcount] if function else ()
+    every = zip_longest(names[: len(bound.args)], bound.args, fillvalue="")
+    return {name or f"argument {at}": v for at, (name, v) in enumerate(every) if type(v) not in PLAIN}
 
 
 def _variable(name: str) -> str | None:

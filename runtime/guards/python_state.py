@@ -385,6 +385,7 @@ class PythonState:
     ) -> list[tuple[Write, Any]]:
         """Return the change of a container that has other content after the forward; none if it was returned before,
         for another name in ``aliases``. `ModelError` if its content must be compared but has too many entries."""
+        aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
         uses = {
             use
             for alias in aliases

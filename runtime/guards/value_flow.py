@@ -17,7 +17,7 @@ COUNTED = "counted"
 """The value is only an operand of arithmetic with numbers, of comparisons and of truth tests, or is stored back."""
 TESTED = "tested"
 """The value is only compared with None by ``is``."""
-WRITERS = frozenset({"append", "appendleft", "extend", "extendleft", "add", "update", "clear"})
+WRITERS = frozenset({"append", "appendleft", "extend", "extendleft", "add", "update", "clear", "__setitem__"})
 """Methods of containers that return nothing and whose effect does not depend on what the container has. They are uses,
 too, under their names, like `ITEM`."""
 ITEM = "[]="
@@ -28,8 +28,9 @@ _LOADS = {
     "LOAD_NAME": "STORE_NAME",
     "LOAD_DEREF": "STORE_DEREF",
     "LOAD_ATTR": "STORE_ATTR",
+    "LOAD_FAST": "STORE_FAST",
 }
-_OTHER_LOADS = frozenset(n for n in dis.opmap if n.startswith("LOAD_")) - {
+_OTHER_LOADS = frozenset(n for n in dis.opmap if "LOAD_" in n) - {
     *_LOADS,
     "LOAD_CONST",
     "LOAD_CLOSURE",
@@ -52,12 +53,14 @@ _POPS = {
 
 @cache
 def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
-    """Return the uses of all loads of a variable, cell or attribute ``name`` in a code object; a string constant of
-    it is `READ`."""
+    """Return the uses of all loads of a variable, parameter, cell or attribute ``name`` in a code object; a string
+    constant of it is `READ`."""
     found = [
         use_of(code, i.offset, name) for i in _instructions(code) if _LOADS.get(i.opname) and i.argval == name
     ]
-    found += [READ for i in _instructions(code) if i.opname in _OTHER_LOADS and i.argval == name]
+    # Some load two variables.
+    others = (i.argval for i in _instructions(code) if i.opname in _OTHER_LOADS)
+    found += [READ for one in others if name in (one if isinstance(one, tuple) else (one,))]
     found += [READ for constant in code.co_consts if isinstance(constant, str) and constant == name]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -176,14 +179,15 @@ def _combined(stack: list[str]) -> bool:
 
 
 def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> bool:
-    """Return whether a method that is loaded is called without keywords and its result is dropped."""
+    """Return whether a method that is loaded is called without keywords and its result, None, is dropped or
+    returned."""
     stack = ["callee", "callee"]
     for i in _after(rest, method):
         if i.opname in _NOTHING:
             continue
         if i.opname == "CALL" and len(stack) - (i.arg or 0) == 2:
             stack = [_METHOD]
-        elif i.opname == "POP_TOP":
+        elif i.opname in ("POP_TOP", "RETURN_VALUE"):
             return stack == [_METHOD]
         elif i.opname in ("MAKE_FUNCTION", "LOAD_CLOSURE") or not _known(i, stack):
             return False
@@ -193,8 +197,8 @@ def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> b
 def _known(i: dis.Instruction, stack: list[str]) -> bool:
     if stack == [_METHOD]:
         return False
-    if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING"):
-        count = i.arg or 0
+    if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING", "BUILD_MAP"):
+        count = (i.arg or 0) * (1 + (i.opname == "BUILD_MAP"))
         stack[len(stack) - count :] = [_OTHER]
         return len(stack) > 2
     if i.opname == "FORMAT_VALUE":
