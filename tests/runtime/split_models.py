@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def elements(loss: Callable[[Tensor, Tensor], Tensor]) -> Case:
     return lambda: (Elements(loss), (torch.randn(3, 48, 8), torch.rand(3, 48, VOCABULARY)))
 
 
-LOSSES: Mapping[str, Case] = {
+LOSSES: dict[str, Case] = {
     "squares": elements(functional.mse_loss),
     "sum of squares": elements(lambda y, t: functional.mse_loss(y, t, reduction="sum")),
     "huber": elements(lambda y, t: functional.huber_loss(y, t, delta=0.3)),
@@ -123,6 +124,15 @@ LOSSES: Mapping[str, Case] = {
 def captured(module: nn.Module, batch: tuple[Tensor, ...]) -> tuple[CapturedStep, tuple[SplitRegion, ...]]:
     step = capture_call(module, batch, {})[1]
     return step, splittable(step, find_regions(step))
+
+
+@cache
+def case(name: str) -> tuple[nn.Module, tuple[Tensor, ...], CapturedStep, tuple[SplitRegion, ...]]:
+    """A network of `CASES` or `LOSSES` with its batch, its step and its regions, captured once for all tests of a file:
+    they change gradients only."""
+    torch.manual_seed(0)
+    module, batch = (CASES | LOSSES)[name]()
+    return module, batch, *captured(module, batch)
 
 
 def split(step: CapturedStep, regions: Iterable[SplitRegion], parts: int) -> CapturedStep:

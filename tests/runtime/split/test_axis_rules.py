@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from axis_cases import CASES, d, x0, x1, x2
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rematplan.runtime.graph.captured_step import (
@@ -30,6 +28,7 @@ from rematplan.runtime.split.regions import SplitRegion
 from rematplan.runtime.split.split_step import CannotSplit, split_regions
 
 A = torch.ops.aten
+FAKES = FakeTensorMode()
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
@@ -37,7 +36,7 @@ def step_of(
     target: Any, args: tuple[Any, ...], tensors: list[Tensor], kwargs: Mapping[str, Any] | None = None
 ) -> CapturedStep:
     """A step of one call. Its arguments name their tensors ``x0``, ``x1``, ..."""
-    mode = FakeTensorMode()
+    mode = FAKES
     fakes = {f"x{k}": mode.from_tensor(t) for k, t in enumerate(tensors)}
     with mode:
         given, named = substitute((args, kwargs or {}), fakes.__getitem__)
@@ -132,18 +131,10 @@ def test_every_rule_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_op_can_be_split_along_the_axes_of_its_row(name: str) -> None:
-    torch.manual_seed(0)
+def test_parts_along_each_axis_of_a_row_compute_what_the_whole_op_computes(name: str) -> None:
     least, case = CASES[name]
     assert check_axes(2, *case(6, 5, 4)) >= least
-
-
-@pytest.mark.parametrize("name", CASES)
-@settings(max_examples=2, deadline=None)
-@given(sizes=st.tuples(*[st.integers(1, 9)] * 3), parts=st.integers(2, 5))
-def test_parts_compute_what_the_whole_op_computes(name: str, sizes: tuple[int, int, int], parts: int) -> None:
-    torch.manual_seed(sum(sizes))
-    check_axes(parts, *CASES[name][1](*sizes))
+    check_axes(4, *case(9, 1, 7))  # uneven parts, an axis of one index
 
 
 def test_an_op_without_a_row_cannot_be_split() -> None:

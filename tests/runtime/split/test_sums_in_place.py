@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planned_steps import PlannedStep, problem, verify
-from split_models import CASES, Decoder, captured, planned, split, tokens
+from split_models import CASES, Decoder, captured, case, planned, split, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,12 +67,9 @@ def free_costs(step: CapturedStep) -> dict[str, CallCost]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("parts", [2, 5])
-def test_all_bits_are_those_of_new_tensors(name: str, parts: int) -> None:
-    torch.manual_seed(0)
-    module, batch = CASES[name]()
-    step, regions = captured(module, batch)
-    found = []
+def test_all_bits_are_those_of_new_tensors(name: str) -> None:
+    module, batch, step, regions = case(name)
+    found, parts = [], 5
     for one in (split_regions(step, dict.fromkeys(regions, parts)), split(step, regions, parts)):
         module.zero_grad(set_to_none=True)
         (3 * planned(module, one)(*batch)).backward()
