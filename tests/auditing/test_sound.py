@@ -366,8 +366,7 @@ def test_a_caller_in_autocast() -> None:
         assert audit(model, args, plan=False).sound
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Bert", "T5"])
+@pytest.mark.parametrize(("name", "reentrant"), [("Llama", False), ("T5", True)])
 def test_checkpointing_of_transformers_is_sound(name: str, reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
@@ -381,7 +380,6 @@ def test_checkpointing_of_transformers_is_sound(name: str, reentrant: bool) -> N
     }
     kind, sizes = {
         "Llama": ("LlamaForCausalLM", layers),
-        "Bert": ("BertForMaskedLM", layers),
         "T5": ("T5ForConditionalGeneration", of_t5),
     }[name]
     config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes)

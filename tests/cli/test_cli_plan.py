@@ -17,17 +17,14 @@ UNET = ("unet", "--dim", "batch=4", "--dim", "image=64", "--dim", "width=4", "--
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("budget", ["min", "100%"])
-def test_every_plan_is_accepted_by_the_checker(strategy, budget, call, checker, problem, tmp_path) -> None:
+def test_every_plan_is_accepted_by_the_checker(strategy, call, checker, problem, tmp_path) -> None:
     plan = tmp_path / "plan.json"
-    result = call("plan", problem, "--budget", budget, "--strategy", strategy, "-o", plan, "--json")
+    result = call("plan", problem, "--budget", "min", "--strategy", strategy, "-o", plan, "--json")
     assert result.status == 0, result.err
     found, said = checker.check_files(problem, plan), result.data
     assert found["peak"] == said["peak"] <= said["budget"]
     assert found["reruns"] == said["ops_recomputed"]
     assert found["overhead"] == pytest.approx(said["overhead"])
-    if budget == "100%":
-        assert said["peak"] <= said["no_recompute_peak"] == said["budget"]
 
 
 def test_the_budget_min_states_what_bounds_the_peak(call, problem) -> None:

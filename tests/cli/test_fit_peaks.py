@@ -180,16 +180,6 @@ CASES: dict[str, Case] = {
         lambda n: (torch.randn(n, 128),),
         512,
     ),
-    "gru": (
-        lambda: Built(lambda parts, x: parts.cells(x)[0].square().mean(), cells=nn.GRU(64, 96, 2)),
-        lambda n: (torch.randn(4, n, 64),),
-        64,
-    ),
-    "encoder": (
-        lambda: mean_square(nn.TransformerEncoderLayer(96, 4, 256, dropout=0.1, batch_first=True)),
-        lambda n: (torch.randn(n, 40, 96),),
-        16,
-    ),
     "variance": (
         lambda: Built(
             lambda parts, x: torch.einsum("bij,bkj->bik", parts.a(x), parts.b(x)).softmax(-1).matmul(x).var(),
@@ -205,14 +195,6 @@ CASES: dict[str, Case] = {
         ),
         lambda n: (torch.randn(n, 256),),
         1024,
-    ),
-    "divergence": (
-        lambda: Built(
-            lambda parts, x: F.kl_div(parts.body(x).log_softmax(-1), x.softmax(-1), reduction="batchmean"),
-            body=layers(200, 400, 200),
-        ),
-        lambda n: (torch.randn(n, 200),),
-        512,
     ),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rematplan
 
-STEPS = 20
+STEPS = 8
 SHARDED = accelerate.DistributedType.FSDP
 
 

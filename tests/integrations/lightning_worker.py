@@ -17,7 +17,7 @@ import rematplan
 from rematplan.integrations.lightning import RematplanCallback
 from rematplan.plans.replicas import HeldByReplica
 
-STEPS = 20
+STEPS = 8
 
 
 class Classifier(pl.LightningModule):  # type: ignore[misc]

@@ -114,10 +114,8 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = Non
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"bf16": True},
         {"gradient_accumulation_steps": 2},
-        {"label_smoothing_factor": 0.1},
         {"compute_loss_func": summed},
         {"eval_strategy": "steps", "eval_steps": 9},
         {"neftune_noise_alpha": 5.0},

@@ -88,17 +88,15 @@ def equal(one: Classifier, other: Classifier) -> bool:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "module"),
     [
-        {},
-        {"precision": "bf16-mixed"},
-        {"accumulate_grad_batches": 2, "max_steps": STEPS // 2},
-        {"strategy": "ddp", "devices": 1},
-        {"gradient_clip_val": 0.1},
+        ({"precision": "bf16-mixed"}, None),
+        ({"accumulate_grad_batches": 2, "max_steps": STEPS // 2}, None),
+        ({"strategy": "ddp", "devices": 1}, None),
+        ({"gradient_clip_val": 0.1}, ""),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("module", [None, ""])
 def test_losses_and_weights_are_those_without_a_budget(
     settings: dict[str, Any], module: str | None, tmp_path: Path
 ) -> None:

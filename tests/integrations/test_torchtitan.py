@@ -19,7 +19,7 @@ from rematplan.integrations.torchtitan import BudgetAC  # noqa: E402
 from rematplan.integrations.torchtitan_graphs import peak_bytes, register_budget  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 20
+STEPS = 6
 
 
 def llama(policy: Any = None) -> nn.Module:

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from rematplan.integrations import transformers as budgets  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 20
+STEPS = 10
 WORDS = [f"w{at}" for at in range(60)]
 
 
@@ -76,8 +76,10 @@ def preferring(folder: Path, callbacks: list[Any], settings: dict[str, Any]) -> 
     )
 
 
-@pytest.mark.parametrize("spelling", ["", "activation_checkpointing", "gradient_checkpointing"])
-@pytest.mark.parametrize("make", [supervised, preferring])
+@pytest.mark.parametrize(
+    ("make", "spelling"),
+    [(supervised, ""), (supervised, "gradient_checkpointing"), (preferring, "activation_checkpointing")],
+)
 def test_losses_and_weights_are_those_without_a_budget(
     make: Any, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from forks import run_scripts
     ("library", "worker"),
     [("pytorch_lightning", "lightning_worker.py"), ("accelerate", "accelerate_worker.py")],
 )
-def test_twenty_steps_are_those_without_a_budget(library: str, worker: str, tmp_path: Path) -> None:
+def test_steps_are_those_without_a_budget(library: str, worker: str, tmp_path: Path) -> None:
     pytest.importorskip(library)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

@@ -18,8 +18,9 @@ from rematplan.models import export as export_module
 pytestmark = pytest.mark.usefixtures("few_blocks")
 TWINS = {
     *("resnet34", "resnet101", "resnet152", "densenet161", "vit_b", "gpt24", "roberta", "revnet110"),
+    *("resnet18", "mobilenet_v2", "hybrid38", "revswin_t", "revbert"),
 }
-"""Networks of which there is another that differs in numbers alone."""
+"""Networks of whose modules there is another network."""
 
 
 def exported(name: str, path: Path, *, dynamic_batch: bool = True) -> tuple[nn.Module, onnx.ModelProto]:

@@ -109,7 +109,7 @@ def test_a_folder_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["profile-*.json", "plans/*.json"])
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"plans": [[1]], "x": 3}'])
+@pytest.mark.parametrize("text", ["{", '{"plans": [[1]], "x": 3}'])
 def test_a_damaged_file(folder: Path, caplog: pytest.LogCaptureFixture, kind: str, text: str) -> None:
     trained(caplog)
     (file,) = folder.glob(kind)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, ProblemError
+from rematplan.ir import InfeasibleBudget, ProblemError, show_bytes
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -128,6 +128,8 @@ def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool
     assert said[0].filename == __file__
     assert first <= budget
     assert len(planned.plans) == (1 if saved else 2)  # the second one has the smallest peak found with them
+    if not saved:
+        assert f"takes {show_bytes(planned.plan.peak + gradients(planned))}" in str(said[0].message)
     peaks_of_accumulation(plain)
     for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, eager.grad)
@@ -159,7 +161,7 @@ def narrow(share: float, **options: object) -> tuple[nn.Module, int]:
     return rematplan.plan_module(model, (x,), budget=budget, strategy="approx_dp", **options), budget
 
 
-@pytest.mark.parametrize("share", [0.35, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.35, 0.9])
 def test_new_gradients_go_into_earlier_ones_as_they_leave(share: float) -> None:
     planned, budget = narrow(share)
     plain = network()
@@ -244,7 +246,7 @@ def accumulating(budget: str | int, **options: object) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.9])
 def test_accumulation_that_is_stated_makes_one_plan(share: float) -> None:
     with pytest.raises(InfeasibleBudget) as refused:
         accumulating(1000)

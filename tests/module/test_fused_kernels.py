@@ -88,7 +88,7 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def test_the_same_bits_and_exact_peaks_under_all_plans(model: Net) -> None:
     fixed = BATCH.nbytes + sum(p.nbytes for p in model.parameters())
     expected: dict[str, Tensor] = {}
-    for budget in ("100%", "90%", "80%", "70%", "60%", "min", "least"):
+    for budget in ("100%", "70%", "least"):
         found = planned(model, BATCH, budget=budget)
         results(model, found, BATCH)
         got = results(model, found, BATCH)
@@ -419,11 +419,6 @@ def test_a_saved_plan(model: Net, tmp_path: Any) -> None:
 def test_what_cannot_be_combined(model: Net, options: Any, name: str) -> None:
     with pytest.raises(UsageError, match=f"kernels='fused'.*{name}|{name}.*kernels='fused'"):
         planned(model, BATCH, **options)
-
-
-def test_unknown_kernels(model: Net) -> None:
-    with pytest.raises(UsageError, match=r"unknown kernels 'fast'; known: eager, fused"):
-        planned(model, BATCH, kernels="fast")
 
 
 def test_the_backend_of_torch_compile(model: Net) -> None:

@@ -171,20 +171,13 @@ class Features(Skips):
         found = self.head(self.blocks[2](self.blocks[1](first)))
         if self.how == "an attribute":
             self.features = [first]
-        elif self.how == "a variable":
-            HELD["mean"] = first.mean()
         return (found, first) if self.how == "results" else found
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         found = self(x, labels)
         logits, first = found if self.how == "results" else (found, None)
-        if self.how == "an attribute":
-            first = self.features.pop()
-        more: Tensor = HELD.pop("mean") if first is None else first.square().mean()
-        return functional.cross_entropy(logits, labels) + more
-
-
-HELD: dict[str, Tensor] = {}
+        first = self.features.pop() if first is None else first
+        return functional.cross_entropy(logits, labels) + first.square().mean()
 
 
 class Result:
@@ -327,7 +320,7 @@ def test_steps_equal_those_of_eager_mode_and_keep_to_the_budget(kind: type[nn.Mo
     model, plain = made(kind)
     names = list(model.state_dict())
     found = plan(model, "85%" if kind in ROUTERS else "75%")
-    same_steps(found, plain, 20 if kind is Dropping else 6)
+    same_steps(found, plain, 20 if kind is Dropping else 3)
     assert list(found.state_dict()) == names
     assert all("forward" not in vars(part) for part in model.modules() if part is not found)
     if kind in ROUTERS:
@@ -391,7 +384,7 @@ def test_a_percentage_is_of_the_step_that_trains() -> None:
     model, plain = made(Matching)
     found = as_a_planned_module(model, "85%")
     first = planned(found).budget
-    for at in range(3):
+    for at in range(2):
         for one in (found, plain):
             seeded(at)
             with torch.autocast("cpu", torch.bfloat16):
@@ -492,10 +485,9 @@ class Replacing(Base):
         return super().body(x)
 
 
-@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
-def test_a_forward_that_replaces_a_module_is_planned_in_parts(plan: Any) -> None:
+def test_a_forward_that_replaces_a_module_is_planned_in_parts() -> None:
     model, plain = made(Replacing)
-    same_steps(plan(model, "1MiB"), plain, 4)
+    same_steps(in_parts(model, "1MiB"), plain, 3)
 
 
 SHARED = {"calls": 0}
@@ -665,10 +657,13 @@ def test_a_module_whose_input_or_weight_has_several_uses_is_no_part(kind: type[B
     same_steps(model, plain, 4)
     assert all("blocks.1" not in group.names for group in planned(model).parts)
     assert "; not planned: blocks.1 (it uses an input or a parameter several times" in planned(model).text()
-    named, _ = made(kind)
-    in_parts(named, "1MiB", modules="blocks.1")
+
+
+def test_a_named_module_that_cannot_be_a_part_is_refused() -> None:
+    model, _ = made(Skips)
+    in_parts(model, "1MiB", modules="blocks.1")
     with pytest.raises(ModelError, match="uses an input or a parameter several times"):
-        run(named, *batch(0))
+        run(model, *batch(0))
 
 
 def test_a_last_module_whose_result_a_loss_outside_reads_is_a_part() -> None:
@@ -694,7 +689,7 @@ def test_a_loss_in_an_object_is_found() -> None:
     assert len({event.during for event in found.events if event.kind == "B"}) > 1  # measured
 
 
-@pytest.mark.parametrize("how", ["results", "an attribute", "a variable"])
+@pytest.mark.parametrize("how", ["results", "an attribute"])
 def test_a_module_whose_input_a_loss_outside_reads_too_is_no_part(how: str) -> None:
     model, plain = made(Features)
     in_parts(model, "1MiB")
@@ -703,7 +698,6 @@ def test_a_module_whose_input_a_loss_outside_reads_too_is_no_part(how: str) -> N
         for at in range(3):
             seeded(at)
             one.loss(*batch(at)).backward()
-    assert HELD == {}
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is q.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
     assert {name for name, _ in planned(model).rehearsed.calls} >= {"blocks.0", "blocks.2"}
@@ -728,7 +722,7 @@ class Penalising(Base):
 def test_a_module_whose_backward_is_differentiated_is_no_part() -> None:
     model, plain = made(Penalising)
     in_parts(model, "8MiB")
-    same_steps(model, plain, 3)
+    same_steps(model, plain, 2)
     assert {name for name, _ in planned(model).rehearsed.calls} == {"blocks.2", "blocks.3"}
     assert "; not planned: blocks.1 (its backward is differentiated again)" in planned(model).text()
     whole = Penalising()
@@ -749,7 +743,7 @@ def test_modules_may_be_exchanged_between_steps() -> None:
                 one.blocks = nn.ModuleList([one.blocks[2], one.blocks[0]])
             else:
                 one.blocks[1] = copy.deepcopy(changed)
-        same_steps(model, plain, 2)
+        same_steps(model, plain, 1)
         assert len(rematplan.planning(model).plans) >= len(model.blocks)
     for one in (model, plain):
         one.blocks.append(copy.deepcopy(fresh))
@@ -777,19 +771,17 @@ def test_named_modules_are_planned() -> None:
     ]
 
 
-@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
-def test_batches_of_any_size_equal_eager_mode_and_stay_within_the_budget(plan: Any) -> None:
+def test_batches_of_any_size_equal_eager_mode_and_stay_within_the_budget() -> None:
     model, plain = made(Dropping)
-    model = plan(model, "1MiB")
+    in_parts(model, "1MiB")
     sizes = [ROWS, ROWS - 7, 40, ROWS + 16, ROWS + 9, ROWS]
     same_steps(model, plain, len(sizes), sizes.__getitem__)
     assert max(measured(model, at, rows) for at, rows in enumerate(sizes)) <= 1 << 20
 
 
-@pytest.mark.parametrize("plan", [in_parts, as_a_planned_module])
-def test_evaluation_copies_and_removal(plan: Any) -> None:
+def test_evaluation_copies_and_removal() -> None:
     model, plain = made(Dropping)
-    model = plan(model, "90%")
+    in_parts(model, "90%")
     run(model, *batch(0))
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         fresh = copy.deepcopy(plain)

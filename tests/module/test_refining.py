@@ -136,7 +136,7 @@ def test_a_bound_that_is_proved_later_is_shown(elsewhere: Elsewhere) -> None:
     assert swaps(model) == 0
 
 
-def test_200_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(elsewhere: Elsewhere) -> None:
+def test_60_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(elsewhere: Elsewhere) -> None:
     draws = torch.Generator().manual_seed(7)
     model = planned(Network())
     plain = Network()
@@ -144,13 +144,13 @@ def test_200_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(else
     problem, budget, heard = elsewhere.searches[0]
     plans = [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]
     entry = model._rematplan.last
-    for k in range(200):
+    for k in range(60):
         if torch.rand((), generator=draws) < 0.3:
             entry.running.refinement._best = float("inf")  # so that any plan counts as better
             heard(plans[int(torch.randint(len(plans), (), generator=draws))], False)
         losses = [step(m, o, k) for m, o in zip((model, plain), optimizers, strict=True)]
         assert torch.equal(*losses)
-    assert swaps(model) > 30
+    assert swaps(model) > 10
     assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
 
 
@@ -425,20 +425,14 @@ def problem(elsewhere: Elsewhere) -> tuple[Any, int]:
     return graph, budget
 
 
-def test_the_process_finds_plans_that_fit(search: BackgroundSearch, problem: tuple[Any, int]) -> None:
+def test_the_process_finds_plans_that_fit_and_has_low_priority_among_those_of_its_session(
+    search: BackgroundSearch, problem: tuple[Any, int]
+) -> None:
     graph, budget = problem
     found, ended = searched(search, graph, budget)
     wait_for(lambda: ended)
     assert found
     assert all(plan.estimate.peak <= budget for plan in found)
-
-
-def test_the_process_has_low_priority_among_those_of_its_session(
-    search: BackgroundSearch, problem: tuple[Any, int]
-) -> None:
-    graph, budget = problem
-    _, ended = searched(search, graph, budget)
-    wait_for(lambda: ended)
     assert search.pid is not None
     assert os.getsid(search.pid) == os.getsid(0)  # Linux applies niceness within a session only
     assert os.getpgid(search.pid) != os.getpgid(0)  # Ctrl-C is not for it

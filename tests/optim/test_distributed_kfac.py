@@ -43,7 +43,7 @@ def interpreted(command: list[str]) -> subprocess.Popen[str]:
                 "bounded",
             ],
         ),
-        (4, ["unequal", "two_workers", "all_workers", "data_parallel", "sharded", "counted", "bounded"]),
+        (4, ["unequal", "two_workers", "all_workers", "counted"]),
     ],
 )
 def test_steps_are_those_of_one_process(size: int, checks: list[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -235,18 +236,26 @@ def test_frozen_stages_are_refused_where_each_message_has_a_gradient(monkeypatch
     planned(planned_tasks.net(frozen=(0, 1)), ranks=[3], budget="1GiB")
 
 
+@functools.cache
+def whole() -> tuple[nn.Module, rematplan.Pipeline]:
+    """A network and its pipeline, which tests only read."""
+    model = planned_tasks.net()
+    return model, planned(model)
+
+
 def test_a_rank_is_refused_one_byte_below_its_peak() -> None:
-    pipe = planned()
-    least = max(pipe.peaks.values())
-    assert planned(budget=least).peaks == pipe.peaks
+    _, pipe = whole()
+    rank, least = max(pipe.peaks.items(), key=lambda one: one[1])
+    assert planned(budget=least, ranks=[rank]).peaks[rank] == least
     with pytest.raises(InfeasibleBudget, match="rank") as refused:
-        planned(budget=least - 1)
+        planned(budget=least - 1, ranks=[rank])
     assert refused.value.smallest == least
 
 
 def test_another_value_of_a_fixed_argument_is_refused() -> None:
     model = planned_tasks.net()
-    pipe = rematplan.plan_pipeline(model, (planned_tasks.data(64)[0], planned_tasks.SCALE), **ASKED)
+    given = planned_tasks.data(64)[0], planned_tasks.SCALE
+    pipe = rematplan.plan_pipeline(model, given, **ASKED, ranks=[0])
     first = pipe.parts[0].stage
     with pytest.raises(ModelError, match=r"scale = 0\.25, not 0\.5"):
         first.module(torch.zeros(8, 5), 0.5)
@@ -262,8 +271,7 @@ def test_stages_of_another_type_than_planned_are_refused() -> None:
 
 
 def test_stages_have_the_models_parameters_under_its_names() -> None:
-    model = planned_tasks.net()
-    pipe = planned(model)
+    model, pipe = whole()
     named = dict(model.named_parameters())
     found = {n: p for part in pipe.parts.values() for n, p in part.stage.module.named_parameters()}
     assert all(found[name] is named[name] for name in found)

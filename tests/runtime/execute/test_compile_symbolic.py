@@ -220,18 +220,15 @@ class Of(nn.Module):
 
 FORWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a root": lambda w, x: x * w / math.sqrt(x.shape[1]),
-    "a power": lambda w, x: x * w * x.shape[1] ** -0.5,
     "a branch": lambda w, x: (x * w).relu() if x.shape[1] > 5 else (x * w).tanh(),
     "a loop": lambda w, x: sum((x[:, t] * w).tanh() for t in range(x.shape[1])),
     "a fraction": lambda w, x: (x * w)[:, : int(x.shape[1] * 0.5 + 1)].sin(),
-    "halves": lambda w, x: (x * w)[:, : x.shape[1] // 2].exp().sum(1),
     "padded": lambda w, x: functional.pad(x * w, (0, 0, 0, -x.shape[1] % 4)).sin(),
-    "positions": lambda w, x: (x * w).sin() + torch.arange(x.shape[1])[:, None] / x.shape[1],
     "the last ones": lambda w, x: (x * w).exp()[:, -2:].sin(),
     "in place": lambda w, x: (x * w).add_(x).mul_(2).relu_(),
     "all pairs": lambda w, x: (x @ x.transpose(1, 2)).softmax(-1) @ (x * w),
 }
-FIXED = {"a root", "a power", "a loop", "a fraction"}
+FIXED = {"a root", "a loop", "a fraction"}
 """Those for which a size must be known."""
 
 

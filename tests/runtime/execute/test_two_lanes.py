@@ -115,7 +115,7 @@ def slowed(step: CapturedStep, rng: Random) -> CapturedStep:
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["inverted", "recomputed"])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("blocks", [1, 3])
 def test_two_lanes_give_the_bits_of_one(blocks: int, ordinary: bool, cache: Path) -> None:
     module, batch, step, graph, plan = made(blocks, cache, ordinary)
     laned = [on_two_lanes(graph, plan, plan.estimate.peak + more) for more in (0, 2**14, 2**40)]

@@ -5,7 +5,7 @@ import copy
 import itertools
 import random
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -70,17 +70,11 @@ class Net(nn.Module):
     def __init__(self, rule: Callable[..., Any]) -> None:
         super().__init__()
         self.lin, self.norm, self.rule = nn.Linear(16, 16), nn.BatchNorm1d(16), rule
-        self.flag, self.first, self.step, self.tau, self.shape = True, True, 0, 1.0, None
+        self.first, self.step, self.tau, self.shape = True, 0, 1.0, None
         self.many, self.table, self.items, self.names = (0,), {}, [], set()
-        self.mode, self.settings, self.frozen, self.slotted, self.helper = (
-            Mode.WARM,
-            Settings(),
-            Frozen(),
-            Slotted(),
-            Callable_(),
-        )
+        self.mode, self.frozen, self.slotted, self.helper = Mode.WARM, Frozen(), Slotted(), Callable_()
         self.helpers, self.recent, self.pair = [Settings()], deque(maxlen=2), Pair(0, 1)
-        self.ordered, self.tally, self.default = OrderedDict(), Counter(), defaultdict(int)
+        self.ordered = OrderedDict()
         self.bytes, self.array, self.cycle = bytearray(2), np.zeros(2), itertools.cycle([1.0, 2.0])
         self.random, self.numbers = random.Random(3), np.random.default_rng(3)
         self.parts = nn.ModuleDict({"inner": nn.ModuleDict({"last": nn.Identity()})})
@@ -98,11 +92,6 @@ class Net(nn.Module):
         return torch.tanh(self.norm(self.lin(x))) * self.rule(self, x)
 
 
-def flip(s: Any, _: Tensor) -> float:
-    s.flag = not s.flag
-    return 3.0 if s.flag else 1.0
-
-
 def first_call(s: Any, _: Tensor) -> float:
     first, s.first = s.first, False
     return 3.0 if first else 1.0
@@ -112,11 +101,6 @@ def shape(s: Any, x: Tensor) -> float:
     new = s.shape != x.shape
     s.shape = x.shape
     return 3.0 if new else 1.0
-
-
-def modulo(s: Any, _: Tensor) -> float:
-    s.step += 1
-    return 2.0 if s.step % 3 == 0 else 1.0
 
 
 def threshold(s: Any, _: Tensor) -> float:
@@ -140,11 +124,6 @@ def cycling(s: Any, _: Tensor) -> float:
 def mode(s: Any, _: Tensor) -> float:
     before, s.mode = s.mode, Mode.HOT
     return 2.0 if before is Mode.WARM else 1.0
-
-
-def settings(s: Any, _: Tensor) -> float:
-    s.settings.calls += 1
-    return 2.0 if s.settings.calls % 2 else 1.0
 
 
 def slotted(s: Any, _: Tensor) -> float:
@@ -204,12 +183,6 @@ def cached(s: Any, x: Tensor) -> Any:
     if s.cached is None or s.cached.shape[0] != len(x):
         s.cached = torch.linspace(0.5, 1, len(x))
     return s.cached[:, None]
-
-
-def cached_by_size(s: Any, x: Tensor) -> Any:
-    if len(x) not in s.table:
-        s.table[len(x)] = torch.linspace(0.5, 1, len(x))
-    return s.table[len(x)][:, None]
 
 
 def a_global_table(_s: Any, x: Tensor) -> Any:
@@ -290,15 +263,12 @@ def emptied(s: Any, x: Tensor) -> float:
 FOLLOWED = (
     filled,
     emptied,
-    flip,
     first_call,
     shape,
-    modulo,
     threshold,
     counted_only,
     cycling,
     mode,
-    settings,
     slotted,
     called,
     in_a_list,
@@ -309,7 +279,6 @@ FOLLOWED = (
     of_a_function,
     nested_modules,
     cached,
-    cached_by_size,
     a_global_table,
     deleted,
     a_set,
@@ -338,8 +307,8 @@ def reset() -> None:
 
 def state_of(model: nn.Module) -> str:
     names = (
-        "flag first step tau shape many table items names mode settings frozen helpers recent pair ordered tally "
-        "default bytes array _hidden made index cached default_of_class last"
+        "first step tau shape many table items names mode frozen helpers recent pair ordered "
+        "bytes array _hidden made index cached default_of_class last"
     )
     held = {name: getattr(model, name, "absent") for name in names.split()}
     return repr((held, model.slotted.calls, model.helper.calls, model.parts["inner"]["last"].hits))
@@ -385,19 +354,9 @@ def growing_table(s: Any, _: Tensor) -> float:
     return 3.0 if s.table["n"] < 2 else 1.0
 
 
-def growing_list(s: Any, _: Tensor) -> float:
-    s.items.append(0)
-    return float(len(s.items))
-
-
 def annealed(s: Any, _: Tensor) -> float:
     s.tau = s.tau * 0.9
     return s.tau
-
-
-def made_and_annealed(s: Any, _: Tensor) -> float:
-    s.made = getattr(s, "made", 1.0) * 0.9
-    return s.made
 
 
 def a_frozen_one(s: Any, _: Tensor) -> float:
@@ -408,16 +367,6 @@ def a_frozen_one(s: Any, _: Tensor) -> float:
 def a_pair(s: Any, _: Tensor) -> float:
     s.pair = s.pair._replace(first=s.pair.first + 1)
     return 1.0 + s.pair.first
-
-
-def tallied(s: Any, _: Tensor) -> float:
-    s.tally["calls"] += 1
-    return 1.0 + s.tally["calls"]
-
-
-def of_a_default(s: Any, _: Tensor) -> float:
-    s.default["calls"] += 1
-    return 1.0 + s.default["calls"]
 
 
 def ordered(s: Any, _: Tensor) -> float:
@@ -472,13 +421,9 @@ REFUSED = (
     default,
     growing_tuple,
     growing_table,
-    growing_list,
     annealed,
-    made_and_annealed,
     a_frozen_one,
     a_pair,
-    tallied,
-    of_a_default,
     ordered,
     next_of_a_cycle,
     popped,
@@ -569,23 +514,21 @@ def distilled(model: nn.Module, kept: Any) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*has hooks on:UserWarning")
-@pytest.mark.parametrize("place", ["list", "dictionary", "hook"])
+@pytest.mark.parametrize("place", ["list", "hook"])
 def test_activations_that_a_forward_leaves_for_a_loss_take_part_in_it(place: str) -> None:
     class Leaving(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-            self.acts: Any = {} if place == "dictionary" else []
+            self.acts: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
             if place == "list":
                 self.acts.clear()
-            for at, layer in enumerate(self.body):
+            for layer in self.body:
                 x = torch.tanh(layer(x))
                 if place == "list":
                     self.acts.append(x)
-                if place == "dictionary":
-                    self.acts[at] = x
             return x
 
     def new() -> tuple[nn.Module, Any]:

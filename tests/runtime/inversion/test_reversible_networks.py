@@ -45,7 +45,7 @@ def test_inverted_as_a_module(name: str) -> None:
     check(load_step(name, sizes=Sizes(**sizes), inverses=True), 0.5)
 
 
-@pytest.mark.parametrize("name", ["hybrid38", "revvit_s", "revbert", "revcol_t"])
+@pytest.mark.parametrize("name", ["hybrid38", "revcol_t"])
 def test_inverted_from_its_file(name: str, tmp_path: Path) -> None:
     sizes = ZOO[name].complete(dict(ZOO[name].tiny) | {"batch": BATCH})
     export_onnx(build(name, **sizes), example_inputs(name, **sizes), tmp_path / "net.onnx")

@@ -1,7 +1,6 @@
 """Laws of statistics: they are what the definition says, under any plan, and leave all else as it was."""
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +49,13 @@ def check(found: Statistics, wanted: dict[str, Any], terms: int) -> None:
 @pytest.mark.parametrize(
     ("name", "approx", "reduction"),
     [
-        *itertools.product(("cnn",), ("expand", "reduce"), ("mean", "sum")),
-        *((name, *each) for name in ("mlp", "gpt") for each in (("expand", "mean"), ("reduce", "sum"))),
-        *itertools.product(("lines", "volumes"), ("expand", "reduce"), ("mean",)),
+        *(
+            (name, *each)
+            for name in ("mlp", "cnn", "gpt")
+            for each in (("expand", "mean"), ("reduce", "sum"))
+        ),
+        ("lines", "expand", "mean"),
+        ("volumes", "reduce", "mean"),
     ],
 )
 def test_factors_are_exact_under_any_plan(name: str, approx: str, reduction: str) -> None:

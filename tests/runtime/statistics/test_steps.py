@@ -1,7 +1,6 @@
 """Which training steps have statistics, what they sum over micro-batches, and what memory they take."""
 
 import copy
-import itertools
 import warnings
 from functools import cache
 from typing import Any
@@ -181,7 +180,6 @@ NETWORKS = {
     "gpt": lambda: (GPT(d=32, blocks=1), torch.randint(0, 11, (16, 6))),
     "short mlp": lambda: (network(), batch(192)),
 }
-LARGE = ("mlp", "cnn", "gpt")
 
 
 @cache
@@ -202,8 +200,10 @@ def loss_of(y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "approx", "fisher"),
     [
-        *itertools.product(("cnn",), ("expand", "reduce"), ("empirical", "mc")),
-        *((name, *each) for name in ("mlp", "gpt") for each in (("expand", "empirical"), ("reduce", "mc"))),
+        ("cnn", "expand", "mc"),
+        ("cnn", "reduce", "empirical"),
+        ("mlp", "expand", "empirical"),
+        ("gpt", "reduce", "mc"),
     ],
 )
 def test_the_measured_peak_is_within_the_budget(name: str, approx: str, fisher: str) -> None:
@@ -222,8 +222,7 @@ def test_the_measured_peak_is_within_the_budget(name: str, approx: str, fisher: 
             own.zero_grad()
 
 
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(("name", "approx"), [("mlp", "expand"), ("cnn", "reduce"), ("gpt", "expand")])
 def test_the_least_peak_grows_by_no_more_than_the_factors_and_a_chunk(name: str, approx: str) -> None:
     torch.manual_seed(0)
     model, x = NETWORKS[name]()
@@ -235,7 +234,7 @@ def test_the_least_peak_grows_by_no_more_than_the_factors_and_a_chunk(name: str,
     assert with_statistics <= least(name) + sum(packed.values()) + CHUNK_BYTES
 
 
-@pytest.mark.parametrize("room", [1.02, 1.1, 1.2, 1.3])
+@pytest.mark.parametrize("room", [1.02, 1.2])
 def test_earlier_micro_batches_are_within_the_budget(room: float) -> None:
     model, x = NETWORKS["short mlp"]()
     gradients = sum(p.nbytes for p in model.parameters())
