@@ -50,15 +50,9 @@ def eager_forwards(
     """Run a forward in eager mode on copies of tensors, and yield its exception, or None, after each run. Afterwards
     all is restored.
 
-    ``saving``: whether it saves tensors for a backward; otherwise only if it fails for want of one.
+    ``saving``: whether it saves tensors for a backward; otherwise only if it fails without them.
     """
-    asked: list[torch.Tensor] = []
-
-    def missed(kept: torch.Tensor) -> torch.Tensor:
-        asked.append(kept)
-        return kept
-
-    saved = nullcontext() if saving else saved_tensors_hooks(_nothing, missed)
+    saved = nullcontext() if saving else saved_tensors_hooks(_nothing, lambda kept: kept)
     with (
         warnings.catch_warnings(),
         same_buffers(model),
@@ -79,10 +73,10 @@ def eager_forwards(
                 raised = error
             finally:
                 objects.restore()
-            if raised and asked:
+            if raised and not saving:
                 break
             yield raised
-    if raised and asked:
+    if raised and not saving:
         yield from eager_forwards(model, forward, args, kwargs, times, saving=True)
 
 

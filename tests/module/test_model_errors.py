@@ -226,3 +226,16 @@ def test_runs_of_a_forward_that_changes_state_keep_nothing_for_a_backward(kind: 
             assert torch.equal(ours.grad, theirs.grad)
         model.zero_grad()
         plain.zero_grad()
+
+
+class Jacobian(Careful):
+    """Differentiates inside of its forward."""
+
+    def forward(self, x: Tensor, *, more: bool = False) -> Tensor:
+        slopes: Tensor = torch.func.vmap(torch.func.jacrev(self.linear))(x)
+        return super().forward(x, more=more) + slopes.sum()
+
+
+def test_a_forward_that_differentiates_has_no_error_of_its_own_because_it_is_watched() -> None:
+    with pytest.raises(ModelError, match="only plain tensors"):
+        planned(Jacobian("tracing"), torch.randn(5, 4))
