@@ -26,6 +26,7 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.storage_slices import is_plain
+from rematplan.runtime.symbols.symbolic_batch import is_dense
 
 RUN, GRAIN = 64, 2**15
 """A CPU kernel processes a contiguous row in vectors of at most ``RUN`` numbers, and the rest of the row one by one, by
@@ -103,8 +104,10 @@ class InPlaceLayouts(TorchDispatchMode):
         in_piece = isinstance(written, FunctionalTensor) and written in self.pieces
         with annotate({IN_PIECE: True}) if in_piece else nullcontext():
             if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
-                _restore_strides(written)
+                _restore_strides(written, changed=False)
             result = func(*args, **(kwargs or {}))
+            if isinstance(written, FunctionalTensor):
+                _restore_strides(written, changed=True)
         if func in PIECES:
             self.pieces.update(dict.fromkeys(result, True))
         if makes_new_memory(func):
@@ -150,14 +153,18 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
     return written
 
 
-def _restore_strides(written: FunctionalTensor) -> None:
-    """Give a tensor that is about to be changed in place eager mode's strides, if the last bits may depend on them."""
+def _restore_strides(written: FunctionalTensor, *, changed: bool) -> None:
+    """Give a tensor that is changed in place eager mode's strides, if last bits may depend on them. ``changed``:
+    whether the change has happened, so that any op may read it next."""
     functionalize_sync(written.elem)
     now = from_functional_tensor(written.elem)
-    # The tracer may have replaced the content by a new tensor of other strides.
-    if now.stride() != written.stride() and not _in_whole_runs(written):
+    # The tracer may have replaced the content by a new tensor of other strides, as `masked_fill` gives.
+    if now.stride() != written.stride() and (is_dense(written) if changed else not _in_whole_runs(written)):
         laid = torch.ops.rematplan.laid.default(written, written.stride())
         functionalize_replace(written.elem, from_functional_tensor(laid.elem))
+        if changed:
+            functionalize_commit_update(written.elem)
+            functionalize_sync(written.elem)
 
 
 def _writes_first(func: Any) -> bool:
