@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+from one_step import CPU, peak_of, stepper
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -42,9 +43,8 @@ from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
-from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
+from rematplan.runtime.costs.measure import interleaved_seconds
 
-CPU = torch.device("cpu")
 RUNGS, LOWEST = 6, 0.85
 """Of the ladder of budgets; its lowest as a share of the leanest peer's peak."""
 ATEN = torch.ops.aten
@@ -180,25 +180,6 @@ def peers(case: Case) -> Iterator[tuple[str, nn.Module]]:
             print(f"  budget {budget}: fails: {str(error).split(':')[0]}", flush=True)
 
 
-def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that clears the gradients and runs forward and backward."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(*inputs).backward()
-
-    return step
-
-
-def measured(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Return the peak of a step in bytes: parameters, buffers, inputs, activations, gradients and workspaces."""
-    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
-    step = stepper(model, inputs)
-    step()
-    model.zero_grad(set_to_none=True)
-    return resident + peak_above_entry(step, CPU)[0]
-
-
 def ladder(peaks: Collection[int]) -> Iterator[tuple[str, int]]:
     """Yield names and budgets in bytes, in equal ratios from below the largest peak down to `LOWEST` times the
     smallest."""
@@ -235,7 +216,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
     inputs = example_inputs(case.network, **case.sizes)
     unlimited = without_limit(case, inputs, rounds, time_limit)
     models = dict(peers(case))
-    peaks = {name: measured(model, inputs) for name, model in models.items()}
+    peaks = {name: peak_of(model, inputs) for name, model in models.items()}
     ours: dict[str, nn.Module] = {}
     for name, peak in [*peaks.items(), *ladder(peaks.values())]:
         with told(name):
@@ -244,7 +225,7 @@ def run(case: Case, rounds: int, time_limit: float) -> None:
             )
     steps = {name: stepper(m, inputs) for name, m in models.items()}
     steps |= {f"plan at {name}": stepper(m, inputs) for name, m in ours.items()}
-    our_peaks = {name: measured(m, inputs) for name, m in ours.items()}
+    our_peaks = {name: peak_of(m, inputs) for name, m in ours.items()}
     seconds = interleaved_seconds(steps, CPU, rounds, settling=1)
     eager = seconds["eager"]
     sizes = ", ".join(f"{k} {v}" for k, v in case.sizes.items())

@@ -32,7 +32,8 @@ from typing import Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
-from drop_in_vs_peers import Case, checkpointed, network, partitioned, stepper
+from drop_in_vs_peers import Case, checkpointed, network, partitioned
+from one_step import stepper
 from torch import nn
 
 import rematplan

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import os
 import resource
 import tempfile
@@ -26,15 +25,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from llama_like import LlamaLike
+from one_step import CPU, peak_of, stepper
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
 from rematplan.models import build
-from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry
+from rematplan.runtime.costs.measure import interleaved_seconds
 
-CPU = torch.device("cpu")
 STOCK = (0.7, 0.5, 0.3)
 LEAST = 0.6
 Batch = tuple[Tensor, Tensor]
@@ -106,25 +105,6 @@ class Measured:
     kernels: int = 0
 
 
-def step_of(called: Callable[..., Tensor], model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """Return a training step without an optimizer, as a function."""
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        called(*batch).backward()
-
-    return run
-
-
-def peak_of(run: Callable[[], None], model: nn.Module, batch: Batch) -> int:
-    """Return the peak of a step after a first one, parameters, buffers and batch included."""
-    run()
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *batch))
-    return held + peak_above_entry(run, CPU)[0]
-
-
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -151,13 +131,14 @@ def compiled(model: WithLoss, batch: Batch, budget: float) -> Measured:
     """Measure `torch.compile` with a budget of its own."""
     model = copy.deepcopy(model)
     model.budget = budget
-    run = step_of(torch.compile(model, dynamic=False), model, batch)
+    called = torch.compile(model, dynamic=False)
+    run = stepper(called, batch)
     with functorch_config.patch(activation_memory_budget=budget), empty_cache():
         began = cpu_seconds()
         run()
         seconds = cpu_seconds() - began
     name = "torch.compile" if budget == 1 else f"its budget {budget:g}"
-    return Measured(name, run, peak_of(run, model, batch), compilation=seconds)
+    return Measured(name, run, peak_of(called, batch), compilation=seconds)
 
 
 def planned(
@@ -171,9 +152,9 @@ def planned(
     except InfeasibleBudget as error:
         print(f"{name}: {error}")
         return None
-    run = step_of(found, model, batch)
+    run = stepper(found, batch)
     kernels = {name for name in found.source.replace("(", " ").split() if name.startswith("fused_")}
-    return Measured(name, run, peak_of(run, model, batch), found.plan.peak, kernels=len(kernels))
+    return Measured(name, run, peak_of(found, batch), found.plan.peak, kernels=len(kernels))
 
 
 def fusing_seconds(model: nn.Module, batch: Batch) -> float:
@@ -192,14 +173,14 @@ def table(model: WithLoss, batch: Batch, limit: float, rounds: int) -> list[str]
     """Measure a model in all measured, and return the lines of its table."""
     torch.compiler.reset()  # it compiles one function for a few models only
     seconds = fusing_seconds(model, batch)
-    eager = step_of(model, model, batch)
+    eager = stepper(model, batch)
     stock = [compiled(model, batch, budget) for budget in (1.0, *STOCK)]
     fused = partial(planned, model, batch, limit=limit, kernels="fused")
     plans = [fused("100%", "fused, no recomputation")]
     plans += [fused(one.peak, f"fused at the peak of {one.name}") for one in stock]
     plans.append(fused(int(LEAST * stock[0].peak), f"fused at {LEAST:.0%} of torch.compile"))
     found = [one for one in plans if one is not None]
-    measured = [Measured("eager", eager, peak_of(eager, model, batch)), *stock, *found]
+    measured = [Measured("eager", eager, peak_of(model, batch)), *stock, *found]
     times = interleaved_seconds({one.name: one.run for one in measured}, CPU, rounds, settling=1)
     against = {plan.name: one.name for plan, one in zip(plans[1:], [*stock, stock[0]], strict=True) if plan}
     lines = [f"compiling the fused kernels: {seconds:.1f} s", ""]

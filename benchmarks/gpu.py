@@ -30,6 +30,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from llama_like import DecoderBlock, LlamaLike
+from one_step import peak_of, stepper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,7 +39,7 @@ from rematplan.ir import InfeasibleBudget
 from rematplan.models import build
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
-from rematplan.runtime.costs.measure import interleaved_seconds, peak_above_entry, synchronize
+from rematplan.runtime.costs.measure import interleaved_seconds, synchronize
 
 BUDGETS = ("90%", "70%", "50%", "min")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -204,9 +205,8 @@ class Bench:
                 continue
             try:
                 model = make()
-                run = stepper(model, inputs)
-                facts[step] = {**more(model), "allocated": self.peak(model, inputs, run)}
-                steps[step] = run
+                facts[step] = {**more(model), "allocated": peak_of(model, inputs, self.device)}
+                steps[step] = stepper(model, inputs)
             except (InfeasibleBudget, RuntimeError) as error:
                 facts[step] = {"note": str(error).splitlines()[0]}
         seconds = interleaved_seconds(steps, self.device, ROUNDS, settling=1)
@@ -255,14 +255,6 @@ class Bench:
             "plan 50%, two streams": (partial(planned, "50%", two_lanes="on"), promise),
         }
 
-    def peak(self, model: nn.Module, inputs: tuple[Tensor, ...], run: Callable[[], None]) -> int:
-        """Return the peak of allocated bytes of a step, parameters and inputs included."""
-        run()
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
-        return resident + peak_above_entry(run, self.device)[0]
-
     def write(self) -> None:
         """Write the JSON file and the table with the results so far. Each file is complete at any moment."""
         card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
@@ -280,16 +272,6 @@ class Bench:
 def case_inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
     """Return a batch of inputs of a network on a device."""
     return tuple(t.to(device) for t in case.inputs())
-
-
-def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that clears the gradients and runs forward and backward."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(*inputs).backward()
-
-    return step
 
 
 def table(facts: Mapping[str, Any], rows: list[Row]) -> str:

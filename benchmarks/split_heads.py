@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from fused import Measured, peak_of, planned, step_of
+from fused import Measured, planned
 from llama_like import LlamaLike
+from one_step import peak_of, stepper
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -144,8 +145,7 @@ def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float) ->
     for name, head in HEADS.items():
         own = copy.deepcopy(model)
         own.head = head
-        run = step_of(own, own, batch)
-        by_hand.append(Measured(name, run, peak_of(run, own, batch)))
+        by_hand.append(Measured(name, stepper(own, batch), peak_of(own, batch)))
     plans = [
         planned(model, batch, one.peak, f"plan at the peak of {one.name}", seconds, split="auto")
         for one in by_hand

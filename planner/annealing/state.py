@@ -90,7 +90,7 @@ class Problem(NamedTuple):
     workspace: Floats
     """By op."""
     written: Floats
-    """By op: the sizes that it writes together."""
+    """By op: the sum of the sizes of the tensors that it writes."""
     before: Ints
     """By op: the op whose first run must precede its own; -1 if there is none."""
     after: Ints

@@ -20,8 +20,8 @@ class TooLong(Exception):
 
 
 class Unfolding:
-    """A sequence of runs that grows back in time. Demanded tensors belong to *frames*: the outputs', and each
-    elimination's.
+    """A sequence of runs that grows back in time. Large tensors that later runs read belong to a *frame*: one for the
+    outputs, and one for each elimination (a tensor computed from nothing at that point).
     """
 
     def __init__(self, values: Values, limit: int, most: int) -> None:

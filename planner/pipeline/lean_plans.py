@@ -27,7 +27,7 @@ HELD = ("kept", "deferred", "loose")
 `TransientBytes`."""
 Group = TypeVar("Group", HeldBytes, TransientBytes)
 REUSE = 3
-"""The number of plans to search for with each workspace if ops may write their results into operands."""
+"""The most searches for a plan with one workspace, if ops may write their results into operands."""
 LeastPlan = Callable[[TrainingGraph, Sequence[Plan]], Plan]
 """Takes a problem and known plans of it, and returns the plan with the smallest peak that is found."""
 

@@ -20,7 +20,8 @@ class Rewriting(TypedDict):
 
 
 def add_rewriting(parser: argparse.ArgumentParser, *, curve: bool = False) -> None:
-    """Add the options to ``parser``. ``curve``: whether for several budgets, of which ``auto`` takes the lowest."""
+    """Add ``--split`` and ``--kernels`` to ``parser``. ``curve``: whether there are several budgets; the help then says
+    that ``auto`` splits for the lowest."""
     parser.add_argument(
         "--split",
         type=_split,

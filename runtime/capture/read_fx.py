@@ -244,8 +244,8 @@ class _Reader:
         return tuple(names)
 
     def _same_storage(self, value: Value, args: Any) -> Value:
-        """Return the result of a call that waits for a collective in its argument's storage, which the trace does
-        not know."""
+        """Return the result of a call that waits for a collective with its argument's storage, whose memory it has; in
+        the trace it has memory of its own."""
         (of,) = refs(args)
         storage = self.values[of.value].storage
         self.storages[value.fake.untyped_storage()._cdata] = storage  # also for its views

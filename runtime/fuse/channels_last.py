@@ -201,14 +201,9 @@ class _InChannelsLast:
     def _run(self, call: Call) -> None:
         """Append a call, whose results have the layouts that follow from those of its operands."""
         operands = [self.values[name] for name in call.operands]
-        args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: self.values[name].fake)
         with self.mode:
-            found = call.target(*args, **kwargs)
-        made = {
-            name: fake
-            for name, fake in zip(call.results, (found,) if call.single else found, strict=True)
-            if name
-        }
+            found = call.run(lambda name: self.values[name].fake)
+        made = {name: fake for name, fake in zip(call.results, found, strict=True) if name}
         known = {value.fake.untyped_storage()._cdata: value.storage for value in operands}
         storages = {name: known.get(fake.untyped_storage()._cdata, name) for name, fake in made.items()}
         views = bool(made) and all(name != storage for name, storage in storages.items())

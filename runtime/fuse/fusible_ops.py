@@ -99,7 +99,7 @@ def is_factory(step: CapturedStep, call: Call) -> bool:
 
 
 def is_inner_view(call: Call) -> bool:
-    """Return whether a kernel can take a view itself."""
+    """Return whether a call is a view that a fused kernel can compute from the tensor viewed."""
     return call.is_view and packet(call) in VIEWS
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from rematplan.runtime.graph.allocator_rounding import allocated
 
+Kind = TypeVar("Kind")
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent", "answer"]
 OutputKind = Literal[
     "output", "gradient", "input gradient", "buffer", "renewed", "check", "statistic", "recovered input"
@@ -125,6 +126,12 @@ class Call:
         """Whether the call is random or a collective. In every schedule, the first executions of these calls have the
         captured order."""
         return self.seeded or self.collective
+
+    def run(self, value_of: Callable[[str], Any]) -> tuple[Any, ...]:
+        """Return what the op returns if ``value_of`` maps the names of its operands to tensors."""
+        args, kwargs = substitute((self.args, self.kwargs), value_of)
+        found = self.target(*args, **kwargs)
+        return (found,) if self.single else tuple(found)
 
 
 def single_call(
@@ -323,10 +330,15 @@ def refs(args: Any) -> Iterator[Ref]:
 
 def substitute(args: Any, value_of: Callable[[str], Any]) -> Any:
     """Return a call's nested arguments with every `Ref` replaced by ``value_of`` of its tensor's name."""
-    if isinstance(args, Ref):
-        return value_of(args.value)
+    return replaced(args, Ref, lambda ref: value_of(ref.value))
+
+
+def replaced(args: Any, kind: type[Kind], new: Callable[[Kind], Any]) -> Any:
+    """Return a call's nested arguments with ``new(a)`` in place of each ``a`` of type ``kind``."""
+    if isinstance(args, kind):
+        return new(args)
     if isinstance(args, (tuple, list)):
-        return type(args)(substitute(a, value_of) for a in args)
+        return type(args)(replaced(a, kind, new) for a in args)
     if isinstance(args, Mapping):
-        return {k: substitute(a, value_of) for k, a in args.items()}
+        return {k: replaced(a, kind, new) for k, a in args.items()}
     return args

@@ -14,7 +14,7 @@ import torch
 
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.quiet_logs import quiet
 from rematplan.runtime.graph.storage_slices import has_strides
 from rematplan.runtime.graph.tangent_layouts import AsCaptured, for_any_layout
@@ -154,13 +154,12 @@ class _Followed:
             name: self.otherwise[name] if name in self.otherwise else _again(fake)
             for name, fake in fakes.items()
         }
-        args, kwargs = substitute((call.args, dict(call.kwargs)), here.__getitem__)
         try:
-            results = call.target(*args, **kwargs)
+            results = call.run(here.__getitem__)
         except RuntimeError:  # eager mode's backward would fail, too
             return
         storages = {fake.untyped_storage()._cdata for fake in here.values()}
-        for name, result in zip(call.results, (results,) if call.single else results, strict=True):
+        for name, result in zip(call.results, results, strict=True):
             if name is None or result is None:
                 continue
             known = self.step.values[name]

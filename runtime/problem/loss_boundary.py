@@ -114,7 +114,8 @@ def _old_buffers(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the bytes of all copies of old buffers (as `OLD_BUFFERS`, or nothing), and ops that run once.
 
-    Ops that read an old buffer run again from its copy. If what they make is no larger than it, they run once instead.
+    A buffer is copied if its readers make more bytes than it has, if one of them is ``late``, or if the whole forward
+    may run again. Else its readers run once.
     """
     once, copied = list[str](), 0
     for t in step.renewed:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import Call, Ref, Value, substitute
+from rematplan.runtime.graph.captured_step import Call, Ref, Value
 from rematplan.runtime.split.regions import SplitRegion
 
 
@@ -71,9 +71,8 @@ class CallEmitter:
             single=single,
         )
         fakes = self._fakes(call)
-        given = {
-            fake.untyped_storage()._cdata: self.values[r.value].storage for r, fake in self._operands(call)
-        }
+        operands = [self.values[name] for name in call.operands]
+        given = {value.fake.untyped_storage()._cdata: value.storage for value in operands}
         storages: dict[int, str] = dict(given) if view else {}
         for result, fake in zip(results, fakes, strict=True):
             if result is None:
@@ -103,15 +102,10 @@ class CallEmitter:
             return False
         return True
 
-    def _operands(self, call: Call) -> Iterable[tuple[Ref, torch.Tensor]]:
-        return [(Ref(name), self.values[name].fake) for name in call.operands]
-
-    def _fakes(self, call: Call) -> list[torch.Tensor]:
+    def _fakes(self, call: Call) -> tuple[torch.Tensor, ...]:
         mode = next(iter(self.values.values())).fake.fake_mode  # type: ignore[attr-defined]
-        args, kwargs = substitute((call.args, call.kwargs), lambda name: self.values[name].fake)
         try:
             with mode:
-                found = call.target(*args, **kwargs)
+                return call.run(lambda name: self.values[name].fake)
         except (RuntimeError, ValueError, IndexError) as error:
             raise CannotSplit(self.region, f"{call.name}: {error}") from error
-        return [found] if call.single else list(found)

@@ -75,7 +75,7 @@ class SumEmitter(CallEmitter):
         self.sums[result] = name
 
     def _over(self, like: Call, value: str, mean: Mean) -> str:
-        """Emit a value over the number of a mean's numbers, once, and return its name."""
+        """Emit a value divided by how many numbers a mean is taken of, unless that was emitted, and return its name."""
         name = f"{value}.over{mean.count}"
         if name not in self.values:
             # Kernels multiply a mean's gradient by the reciprocal, and divide its sum.

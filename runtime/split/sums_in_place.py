@@ -28,10 +28,9 @@ NEW = frozenset(
 
 def with_sums_in_place(step: CapturedStep) -> CapturedStep:
     """Return the step in which sums and products are computed in an argument's memory, if gradients of weights alone
-    depend on them.
+    depend on them, and nothing else reads the argument.
 
-    Only one call reads the argument, and has its type, shape and strides. So the bits are the same. The argument's
-    call need not run twice: once, before its only reader, is enough.
+    The result must have the argument's type, shape and strides, so that the bits are the same.
     """
     use, calls, moved = StepUse(step), list[Call](), dict[str, str]()
     for call in step.calls:

@@ -6,7 +6,7 @@ PyTorch rearranges expressions of floating-point numbers, which may then round t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from rematplan.ir import ModelError
+from rematplan.runtime.graph.captured_step import replaced
 from rematplan.runtime.graph.compat import PythonPrinter, pytree
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
 
@@ -112,22 +113,12 @@ def opened(given: Any, add: Callable[[Any], int | OpenSize]) -> Any:
 
 def resolved(given: Any, sizes: Sequence[int]) -> Any:
     """Return the nested arguments of a call with an integer instead of each `OpenSize`."""
-    return _closed(given, lambda open_: sizes[open_.at])
+    return replaced(given, OpenSize, lambda open_: sizes[open_.at])
 
 
 def tracked(given: Any, sizes: Sequence[int]) -> Any:
     """Return nested arguments, as `resolved` does, with a `TrackedSize` in place of each `OpenSize`."""
-    return _closed(given, lambda open_: TrackedSize(sizes[open_.at], open_.at))
-
-
-def _closed(given: Any, value_of: Callable[[OpenSize], int]) -> Any:
-    if isinstance(given, OpenSize):
-        return value_of(given)
-    if isinstance(given, (tuple, list)):
-        return type(given)(_closed(g, value_of) for g in given)
-    if isinstance(given, Mapping):
-        return {key: _closed(g, value_of) for key, g in given.items()}
-    return given
+    return replaced(given, OpenSize, lambda open_: TrackedSize(sizes[open_.at], open_.at))
 
 
 def has_open(given: Iterable[Any]) -> bool:

@@ -1,0 +1,34 @@
+"""One training step of a model, without an optimizer, and its peak."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rematplan.runtime.costs.measure import peak_above_entry
+
+CPU = torch.device("cpu")
+
+
+def stepper(model: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Return a function that clears the gradients and runs forward and backward."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(*inputs).backward()
+
+    return step
+
+
+def peak_of(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device = CPU) -> int:
+    """Return the peak in bytes of a step after a first one: parameters, buffers, inputs, activations, gradients and
+    workspaces."""
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *inputs))
+    step = stepper(model, inputs)
+    step()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    return resident + peak_above_entry(step, device)[0]
