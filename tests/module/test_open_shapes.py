@@ -264,7 +264,7 @@ SIZES = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(OPEN)), SIZES, st.booleans())
 def test_each_shape_follows_eager_mode(name: str, shapes: list[tuple[int, int]], training: bool) -> None:
     make, inputs = OPEN[name]

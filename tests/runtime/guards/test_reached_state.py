@@ -220,7 +220,6 @@ def test_a_backward_that_changes_state_is_refused() -> None:
 
 
 LOGS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "a list": lambda s, g: s.norms.append(g.norm().item()),
     "a list of tensors": lambda s, g: s.norms.append(g.norm()),
     "a private dictionary": lambda s, g: s._by_name.update(last=g.norm().item()),
     "an attribute": lambda s, g: setattr(s, "norm", g.norm().item()),

@@ -9,7 +9,6 @@ from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import TrainingGraph
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.models.export import export_onnx
-from rematplan.models.zoo_reversible import ENTRIES
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.reversible import Reversible
@@ -39,7 +38,7 @@ def check(loaded: LoadedStep, least: float) -> None:
     assert outcome.passed, outcome.differences
 
 
-@pytest.mark.parametrize("name", [e.name for e in ENTRIES if e.name != "revnet110"])
+@pytest.mark.parametrize("name", ["revnet38", "hybrid38", "revvit_s", "revcol_t"])
 def test_inverted_as_a_module(name: str) -> None:
     sizes = dict(ZOO[name].tiny) | {"batch": BATCH}
     check(load_step(name, sizes=Sizes(**sizes), inverses=True), 0.5)

@@ -45,7 +45,6 @@ MODELS = {
         words(),
     ),
     "bert": lambda: (hf.BertForMaskedLM(hf.BertConfig(**TEXT)), words()),
-    "roberta": lambda: (hf.RobertaForSequenceClassification(hf.RobertaConfig(**TEXT)), words()),
     "vit": lambda: (
         hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=8, **VIT)),
         torch.randn(4, 3, 32, 32),
@@ -107,8 +106,6 @@ CASES = [
     ("gpt2", "dynamo-20"),
     ("bert", "script-train"),
     ("bert", "dynamo-19"),
-    ("roberta", "script"),
-    ("roberta", "dynamo-18"),
     ("vit", "script-train"),
     ("vit", "dynamo-18"),
     ("swin", "script"),

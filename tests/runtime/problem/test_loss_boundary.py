@@ -113,8 +113,7 @@ KEEPING = {"mse": functional.mse_loss, "smooth_l1": nn.functional.smooth_l1_loss
 """Losses whose one number lies in a storage of the outputs' size, which stays until the backward ends."""
 
 
-@pytest.mark.parametrize("kind", KEEPING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("mse", torch.bfloat16), ("smooth_l1", torch.float32)])
 def test_a_loss_that_keeps_memory_is_within_the_least_budget(kind: str, dtype: torch.dtype) -> None:
     target = torch.zeros(2, 3, 32, 32)
     # Which is charged for this.
