@@ -201,8 +201,11 @@ class WholeOrParts(Runner):
             warn(f"{error}; from now on it is {text}")
             return
         self.parts, self.stays_whole, (self.plans, self.captures) = None, True, known
-        if needed:
-            warn(f"{error}; each new graph is captured, since parts need {show_bytes(needed)}")
+        why_not = f"parts need {show_bytes(needed)}" if needed else "it has no part to plan instead"
+        warn(
+            f"{error}; each new graph is captured and planned, since {why_not}: pad what changes to a few sizes, make "
+            f"numbers tensors, or plan only modules that have one graph (rematplan.apply of these)"
+        )
 
     def _is_whole_now(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Plan the whole if only the first call, which has changed settings, could not be captured. Return whether it

@@ -147,6 +147,32 @@ def test_parts_that_do_not_fit_leave_the_whole_which_says_what_they_need(
     assert "parts need" in told
 
 
+class Single(nn.Module):
+    """Has single layers, and a number in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return self.second(nn.functional.gelu(self.first(x)) * by).square().mean()
+
+
+def test_a_model_without_parts_is_captured_in_each_call_and_says_so(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    eager = Single()
+    model = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
+    for at in range(STEPS):
+        for one in (eager, model):
+            one(*with_number(at)).backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)
+    )
+    (told,) = [str(one.message) for one in recwarn if "another graph" in str(one.message)]
+    assert "no part" in told
+
+
 class Normalised(nn.Module):
     """An ActNorm, which sets its parameters from the first batch."""
 
