@@ -201,9 +201,7 @@ def test_a_proof_that_would_need_each_step_is_left_out_and_said(monkeypatch: pyt
         module()
 
 
-@pytest.mark.parametrize(
-    "more", [{"reserved": ["gradients"]}, {"budget": "min"}, {"budget": "least"}, {"inverses": True}]
-)
+@pytest.mark.parametrize("more", [{"reserved": ["gradients"]}, {"budget": "min"}, {"inverses": True}])
 def test_what_is_not_proven_is_not_tried(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     monkeypatch.setattr(size_range_proof, "prove_step", None)
     module(**more)
@@ -250,13 +248,12 @@ class Quartered(Layers):
         return super().forward(x + x.unflatten(1, (-1, 4)).mean(2).repeat_interleave(4, 1))
 
 
-@pytest.mark.parametrize("ends", [(0, 6), (1, 24)])
-def test_sizes_at_a_distance_are_proven(monkeypatch: pytest.MonkeyPatch, ends: tuple[int, int]) -> None:
-    quarters = Dim("quarters", min=ends[0], max=ends[1])
+def test_sizes_at_a_distance_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    quarters = Dim("quarters", min=0, max=6)
     proofs = product(monkeypatch, Quartered(), {"x": {1: 4 * quarters}}, (2, 4))
     (_, proof), *more = proofs
     assert not more
-    assert [row.size for row in proof.proof.rows] == list(range(1, ends[1] + 1))
+    assert [row.size for row in proof.proof.rows] == list(range(1, 7))
     assert proof.proof.holds
 
 

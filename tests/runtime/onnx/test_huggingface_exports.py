@@ -109,7 +109,6 @@ CASES = [
     ("vit", "script-train"),
     ("vit", "dynamo-18"),
     ("swin", "script"),
-    ("swin", "dynamo-20"),
     ("segformer", "script-train"),
     ("segformer", "dynamo-20"),
     ("t5", "script"),

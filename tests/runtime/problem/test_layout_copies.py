@@ -17,11 +17,9 @@ LAST: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: nn.Conv2d(C, 2 * C, 3, padding=1),
     "transposed": lambda: nn.ConvTranspose2d(C, 2 * C, 2, 2),
     "gelu": nn.GELU,
-    "elu": nn.ELU,
     "layer norm": lambda: nn.LayerNorm(SIZE),
     "linear": lambda: nn.Linear(SIZE, 4 * SIZE),
     "pooled": lambda: nn.MaxPool2d(2),
-    "averaged": lambda: nn.AdaptiveAvgPool2d(4),
     "shuffled": lambda: nn.PixelShuffle(2),
 }
 CPU = torch.device("cpu")
