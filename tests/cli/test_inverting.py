@@ -21,7 +21,7 @@ from rematplan.planner.core.inversion_error import inverses_run
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import least_plan, parse_budget
+from rematplan.plans.budgets import parse_budget
 from rematplan.plans.plan_with_inverses import plan_either
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.device_models import device_model
@@ -94,14 +94,6 @@ def test_the_plan_without_inverses_is_taken_if_it_recomputes_nothing() -> None:
     with pytest.raises(InfeasibleBudget) as error:
         plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget("1000B"))
     assert 1000 < error.value.smallest < least
-
-
-def test_the_smallest_peak_is_no_larger_with_inverses() -> None:
-    plain, inverted = problems()
-    least = least_plan(Auto(time_limit=0.1), plain, kind="least").estimate.peak
-    graph, plan = plan_either(Auto(time_limit=0.1), plain, inverted, parse_budget("least"))
-    assert plan.estimate.peak <= least
-    assert graph is inverted
 
 
 def test_a_plan_is_transferred_to_the_step_with_split_storages() -> None:

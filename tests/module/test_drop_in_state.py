@@ -254,6 +254,8 @@ def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) ->
     assert type(inner[0]) is type(planned)
     equal_after(step, inner, nn.Sequential(plain))
     assert inner[0].plan.schedule == planned.plan.schedule
+    if copied is not copy.copy:
+        assert all(p is not q for p, q in zip(inner.parameters(), planned.parameters(), strict=True))
 
 
 def test_a_copy_that_has_no_plan_yet_says_so() -> None:

@@ -135,14 +135,6 @@ def test_if_no_plan_fits_with_earlier_gradients_there_is_one_warning(saved: bool
         assert torch.equal(ours.grad, eager.grad)
 
 
-def test_they_count_within_the_bytes_that_a_share_became() -> None:
-    planned = planned_within("75%", network())
-    peaks = peaks_of_accumulation(planned)
-    alone, beside = planned.plans
-    assert max(peaks) <= alone.budget
-    assert beside.budget + gradients(planned) == alone.budget
-
-
 FEW = 8
 """Rows with which a step of the network holds more bytes of gradients than of activations."""
 

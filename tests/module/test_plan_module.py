@@ -310,21 +310,6 @@ def test_tensors_that_are_swapped_and_assigned_after_planning() -> None:
     assert len(planned.plans) == 1  # the weights that were tied are two now: it is another step that trains
 
 
-def test_a_copy_has_separate_weights_and_the_same_plans() -> None:
-    planned, plain = planned_and_plain()
-    twin = copy.deepcopy(planned)
-    with torch.no_grad():
-        twin.conv.weight.add_(1)
-        assert not torch.equal(twin.conv.weight, planned.conv.weight)
-        plain.conv.weight.add_(1)
-    for model in (twin, plain):
-        torch.manual_seed(3)
-        loss_of(model(images())).backward()
-    assert same_grads(twin, plain)
-    assert len(twin.plans) == 1
-    assert grads(planned) == {}
-
-
 def test_hooks_of_the_module_run_once_a_call() -> None:
     planned, _ = planned_and_plain()
     seen: list[str] = []

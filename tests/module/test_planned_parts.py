@@ -759,18 +759,6 @@ def test_modules_may_be_exchanged_between_steps() -> None:
         run(named, *batch(0))
 
 
-def test_named_modules_are_planned() -> None:
-    model, plain = made(Base)
-    in_parts(model, "95%", modules=["blocks.[1-3]", "head"])
-    same_steps(model, plain, 3)
-    assert sorted(n for group in planned(model).parts for n in group.names) == [
-        "blocks.1",
-        "blocks.2",
-        "blocks.3",
-        "head",
-    ]
-
-
 def test_batches_of_any_size_equal_eager_mode_and_stay_within_the_budget() -> None:
     model, plain = made(Dropping)
     in_parts(model, "1MiB")
