@@ -61,6 +61,7 @@ try:
     from torch import _is_functional_tensor as is_functional_tensor
     from torch._C import DispatchKey, _functions
     from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd
+    from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task
     from torch._C import _DisableAutocast as DisableAutocast
     from torch._C import _dispatch_tls_is_dispatch_key_excluded as is_dispatch_key_excluded
@@ -293,6 +294,7 @@ __all__ = [
     "clear_cublas_workspaces",
     "compile_fx",
     "compile_fx_inner",
+    "current_autograd_node",
     "current_graph_task",
     "detect_fake_mode",
     "device_mode",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from rematplan.runtime.graph.compat import (
     OpOverload,
     TorchDispatchMode,
     TorchDispatchModeKey,
+    current_autograd_node,
     from_functional_tensor,
     functionalize_commit_update,
     functionalize_replace,
@@ -70,6 +71,17 @@ def _drawn(
 _drawn.register_fake(lambda like, op, numbers, tensors: real_like(like))
 
 
+OTHERWISE_IN_PLACE: Mapping[str, OpOverload] = {
+    **{f"{one}Backward0": ATEN.masked_fill.Scalar for one in ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp")},
+    "MaskedSelectBackward0": ATEN.masked_scatter.default,
+    **dict.fromkeys(
+        ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), ATEN.mul.Tensor
+    ),
+}
+"""By the class of an autograd node, the op that its formula calls for a tracer's tensors; otherwise it writes into a
+tensor: the op's first argument, and with `mul`, on CPUs, a contiguous one."""
+
+
 class InPlaceLayouts(TorchDispatchMode):
     """Makes a trace keep, inside the block, the strides of tensors that are changed in place or drawn, as eager mode
     does.
@@ -108,6 +120,8 @@ class InPlaceLayouts(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
             if isinstance(written, FunctionalTensor):
                 _restore_strides(written, changed=True)
+        if OTHERWISE_IN_PLACE.get(type(current_autograd_node()).__name__) is func:
+            result = _as_if_in_place(func, args[0], result)
         if func in PIECES:
             self.pieces.update(dict.fromkeys(result, True))
         if makes_new_memory(func):
@@ -151,6 +165,18 @@ def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> F
     functionalize_commit_update(written.elem)
     functionalize_sync(written.elem)
     return written
+
+
+def _as_if_in_place(func: Any, first: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return a result in the strides that it has where a formula writes into a tensor (`OTHERWISE_IN_PLACE`)."""
+    of_new = func is ATEN.mul.Tensor
+    if of_new and result.device.type != "cpu":
+        return result
+    like = torch.empty_like(result, memory_format=torch.contiguous_format) if of_new else first
+    if like.shape != result.shape or like.stride() == result.stride() or not is_dense(like):
+        return result
+    laid: torch.Tensor = torch.ops.rematplan.laid.default(result, like.stride())
+    return laid
 
 
 def _restore_strides(written: FunctionalTensor, *, changed: bool) -> None:

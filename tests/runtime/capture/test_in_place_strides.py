@@ -79,3 +79,38 @@ def test_a_gradient_that_a_formula_changes_in_place_keeps_its_strides() -> None:
     for model in (eager, planned):
         model(x).backward()
     assert same_grads(planned, eager)
+
+
+OTHER = torch.randn(2, 6, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda h: torch.maximum(h, h.mean()),
+    "minimum": lambda h: torch.minimum(h, OTHER.to(memory_format=torch.channels_last)),
+    "clamp": lambda h: h.clamp(h.mean(), None),
+    "fmax": lambda h: torch.fmax(h, h.mean()),
+    "max": lambda h: h * h.max(),
+    "median": lambda h: h - h.median(),
+    "masked_select": lambda h: h * h.masked_select(MASK).mean(),
+}
+
+
+class Formula(nn.Module):
+    """Computes what has a backward in place."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.change = nn.Parameter(torch.tensor(2.0)), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x * self.scale).square()
+
+
+@pytest.mark.parametrize("how", FORMULAS)
+def test_a_formula_that_is_in_place_in_eager_mode_keeps_strides(how: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, SIDE, SIDE).to(memory_format=torch.channels_last).requires_grad_()
+    eager = Formula(FORMULAS[how])
+    planned = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
+    found = [torch.autograd.grad(m(x).sum(), (x, m.scale)) for m in (eager, planned)]  # type: ignore[arg-type]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
