@@ -68,33 +68,40 @@ class SpeculatedAssertions:
         while True:
             try:
                 return trace()
-            except VALUES_DECIDE:
-                if self.asked <= len(self.known):  # the forward depends on a value that is not a condition
-                    raise
-                errors = {outcome: self._error(outcome, trace) for outcome in (False, True)}
-                raising = [outcome for outcome, error in errors.items() if error]
-                if len(raising) != 1:
-                    raise
-                error = errors[raising[0]]
-                self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
+            except VALUES_DECIDE as reason:
+                self._assume(reason, trace)
 
-    def _error(self, outcome: bool, trace: Callable[[], object]) -> Exception | None:
-        """Trace the forward with ``outcome`` for the first unknown condition. Return the error that one of its
-        statements raises, or None."""
+    def _assume(self, reason: Exception | None, trace: Callable[[], object]) -> None:
+        """Find the assertion at which a trace ended for want of a value, and those at which the next traces would.
+        Raise ``reason``, the trace's error, if that is none."""
+        while isinstance(reason, VALUES_DECIDE):
+            if self.asked <= len(self.known):  # the forward depends on a value that is not a condition
+                raise reason
+            ends = {outcome: self._end(outcome, trace) for outcome in (False, True)}
+            raising = [outcome for outcome, (error, _) in ends.items() if _is_raised_by_forward(error)]
+            if len(raising) != 1:
+                raise reason
+            error = ends[raising[0]][0]
+            self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
+            reason, self.asked = ends[not raising[0]]  # the next trace would end there, too
+
+    def _end(self, outcome: bool, trace: Callable[[], object]) -> tuple[Exception | None, int]:
+        """Trace the forward with ``outcome`` for the first unknown condition. Return the error that ends it, if any,
+        and how many conditions it has evaluated."""
         self.trial = outcome
         try:
             trace()
-        except Exception as error:  # any error of the forward or of the tracer; only the former count
-            return error if _is_raised_by_forward(error) else None
+        except Exception as error:  # any error of the forward or of the tracer
+            return error, self.asked
         finally:
             self.trial = None
-        return None
+        return None, self.asked
 
 
-def _is_raised_by_forward(error: Exception) -> bool:
+def _is_raised_by_forward(error: Exception | None) -> bool:
     """Return whether an error of a built-in type was raised by ``raise`` or ``assert`` in code that is not the
     tracer's."""
-    last = error.__traceback__
+    last = error.__traceback__ if error else None
     while last and last.tb_next:
         last = last.tb_next
     if last is None or getattr(builtins, type(error).__name__, None) is not type(error):

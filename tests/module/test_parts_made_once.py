@@ -13,6 +13,7 @@ from torch.nested import nested_tensor, to_padded_tensor
 import rematplan
 from rematplan.module.plan_access import runner_of
 from rematplan.planner.pipeline import rank_search
+from rematplan.runtime.guards.assertions import SpeculatedAssertions
 
 
 def block() -> nn.Module:
@@ -43,6 +44,40 @@ def test_the_plans_within_the_least_budget_begin_with_those_that_found_it(
     assert len(calls) == 1
     plan = runner_of(model).parts.last.plan  # type: ignore[attr-defined]
     assert plan.peak <= plan.budget
+
+
+class Matching(nn.Module):
+    """Checks its activations, and then lists them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(block(), block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks(x).sigmoid()
+        if not (h >= 0).all():
+            raise ValueError("below zero")
+        if not (h <= 1).all():
+            raise ValueError("above one")
+        chosen = [row.index(max(row)) for row in h.tolist()]
+        loss: Tensor = nn.functional.nll_loss(h, torch.tensor(chosen))
+        return loss
+
+
+def test_a_forward_that_cannot_be_captured_is_traced_twice_for_each_condition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traces, traced = list[str](), SpeculatedAssertions.traced
+    monkeypatch.setattr(
+        SpeculatedAssertions,
+        "traced",
+        lambda self, trace: traced(self, lambda: traces.append("trace") or trace()),
+    )
+    model = rematplan.apply(Matching(), **SETTINGS)
+    model(torch.randn(64, 16)).backward()
+    # With and without `torch.compiler.is_compiling()`: a trace, and two for each of two conditions.
+    assert len(traces) == 2 * (1 + 2 * 2)
+    assert runner_of(model).parts  # type: ignore[attr-defined]
 
 
 class Padding(nn.Module):
