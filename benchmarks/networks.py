@@ -138,6 +138,11 @@ def rivals(
     Kusumoto et al. (2019), except those for which the graph is too large.
     """
     yield "per block", (per_block(network, loaded, graph),)
+    yield from block_curves(graph)
+
+
+def block_curves(graph: TrainingGraph) -> Iterator[tuple[str, tuple[Plan, ...]]]:
+    """Yield the name and the plans of each strategy with blocks, except those for which the graph is too large."""
     for strategy in (ChenSqrt(), ChenGreedy(), ApproxDP(), ExactDP()):
         try:
             yield strategy.name, strategy.curve(graph, ())

@@ -4,7 +4,8 @@ Each network is planned for one batch and then trained on batches that differ in
 the length (or the side of the image). A row says for each of the two how the sizes were served: ``open`` (one capture
 serves all of them), ``ranges`` (captures with open sizes that serve some sizes each) or ``each size`` (with the reason
 that `rematplan.planning(...).stats()` gives). Outputs' and gradients' bits are compared with eager mode's at each size.
-The configurations are small and the weights random; classes are those of `transformers` (T), torch (P) and the zoo (Z).
+The configurations are small and the weights random; classes are those of `transformers` (T, as `public_models.py`
+trains them), torch (P) and the zoo (Z).
 
 usage: python benchmarks/open_models.py [NAME ...]
 
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from public_architectures import WORDS, of_transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import rematplan
 from rematplan.models import build, example_inputs
 
-WORDS = 100
 Batch = dict[str, Any]
 SAMPLES = (4, 2, 3, 6, 5)
 """The numbers of samples that are trained on, where the length does not change."""
@@ -73,15 +74,9 @@ class Named(nn.Module):
         return self.model(*arguments.values())
 
 
-def _library(config: str, model: str, **sizes: Any) -> Callable[[], nn.Module]:
-    """Return a function that builds a model of ``transformers``, by the names of its two classes."""
-
-    def make() -> nn.Module:
-        import transformers
-
-        return Flat(getattr(transformers, model)(getattr(transformers, config)(**sizes)))
-
-    return make
+def _library(name: str) -> Callable[[], nn.Module]:
+    """Return a function that builds a small model of ``transformers``, by the name of its class."""
+    return lambda: Flat(of_transformers(name)[0])
 
 
 def _zoo(name: str, **sizes: int) -> Callable[[], nn.Module]:
@@ -105,7 +100,7 @@ def _decoded(samples: int, length: int) -> Batch:
 def _sound(samples: int, length: int) -> Batch:
     # Whisper's encoder takes only spectra of one length; the text's length varies.
     words = torch.randint(3, WORDS, (samples, length))
-    return {"input_features": torch.randn(samples, 8, 64), "decoder_input_ids": words}
+    return {"input_features": torch.randn(samples, 8, 128), "decoder_input_ids": words}
 
 
 def _pictures(samples: int, side: int) -> Batch:
@@ -138,107 +133,17 @@ class Recurrent(nn.Module):
         return found
 
 
-VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-WIDE = {**VISION, "vocab_size": WORDS}
 NETWORKS: Mapping[str, Network] = {
-    "BERT (T)": Network(_library("BertConfig", "BertForMaskedLM", **WIDE), _masked),
-    "GPT-2 (T)": Network(
-        _library("GPT2Config", "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=2, vocab_size=WORDS), _masked
-    ),
-    "Llama (T)": Network(
-        _library("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1, use_cache=False, **WIDE), _masked
-    ),
-    "T5 (T)": Network(
-        _library(
-            "T5Config",
-            "T5ForConditionalGeneration",
-            **{
-                "d_model": 32,
-                "d_kv": 16,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_heads": 2,
-                "vocab_size": WORDS,
-                "use_cache": False,
-            },
-        ),
-        _decoded,
-    ),
-    "Whisper (T)": Network(
-        _library(
-            "WhisperConfig",
-            "WhisperForConditionalGeneration",
-            **{
-                "d_model": 32,
-                "encoder_layers": 2,
-                "decoder_layers": 2,
-                "vocab_size": WORDS,
-                "num_mel_bins": 8,
-            },
-            **{
-                "encoder_attention_heads": 2,
-                "decoder_attention_heads": 2,
-                "encoder_ffn_dim": 64,
-                "decoder_ffn_dim": 64,
-            },
-            **{"max_source_positions": 32, "max_target_positions": 64, "use_cache": False},
-            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-        ),
-        _sound,
-    ),
-    "Mixtral (T)": Network(
-        _library(
-            "MixtralConfig",
-            "MixtralForCausalLM",
-            **{"num_key_value_heads": 1, "num_local_experts": 4, "use_cache": False, **WIDE},
-        ),
-        _words,
-    ),
-    "Mamba (T)": Network(
-        _library(
-            "MambaConfig",
-            "MambaForCausalLM",
-            **{
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "state_size": 4,
-                "vocab_size": WORDS,
-                "use_cache": False,
-            },
-        ),
-        _words,
-    ),
-    "ViT (T)": Network(
-        _library("ViTConfig", "ViTForImageClassification", image_size=64, patch_size=16, **VISION),
-        _pictures,
-        (64,),
-    ),
-    "Swin (T)": Network(
-        _library(
-            "SwinConfig",
-            "SwinForImageClassification",
-            **{
-                "image_size": 64,
-                "patch_size": 4,
-                "embed_dim": 16,
-                "depths": [2, 2],
-                "num_heads": [2, 2],
-                "window_size": 4,
-            },
-        ),
-        _pictures,
-        SIDES,
-    ),
-    "SegFormer (T)": Network(
-        _library(
-            "SegformerConfig",
-            "SegformerForSemanticSegmentation",
-            **{"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 2]},
-            **{"decoder_hidden_size": 16},
-        ),
-        _pictures,
-        SIDES,
-    ),
+    "BERT (T)": Network(_library("BertForMaskedLM"), _masked),
+    "GPT-2 (T)": Network(_library("GPT2LMHeadModel"), _masked),
+    "Llama (T)": Network(_library("LlamaForCausalLM"), _masked),
+    "T5 (T)": Network(_library("T5ForConditionalGeneration"), _decoded),
+    "Whisper (T)": Network(_library("WhisperForConditionalGeneration"), _sound),
+    "Mixtral (T)": Network(_library("MixtralForCausalLM"), _words),
+    "Mamba (T)": Network(_library("MambaForCausalLM"), _words),
+    "ViT (T)": Network(_library("ViTForImageClassification"), _pictures, (64,)),
+    "Swin (T)": Network(_library("SwinForImageClassification"), _pictures, SIDES),
+    "SegFormer (T)": Network(_library("SegformerForImageClassification"), _pictures, SIDES),
     "LSTM (P)": Network(lambda: Recurrent(nn.LSTM(16, 16, 2, batch_first=True)), _features),
     "GRU (P)": Network(lambda: Recurrent(nn.GRU(16, 16, batch_first=True)), _features),
     "Transformer encoder (P)": Network(

@@ -18,17 +18,13 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from networks import NETWORKS, base_plan
+from networks import NETWORKS, base_plan, block_curves
 
-from rematplan.ir import InfeasibleBudget, LatticeTooLarge, TrainingGraph
+from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.strategies.approx_dp import ApproxDP
-from rematplan.planner.strategies.chen_greedy import ChenGreedy
-from rematplan.planner.strategies.chen_sqrt import ChenSqrt
-from rematplan.planner.strategies.exact_dp import ExactDP
 
 
 @dataclass(frozen=True)
@@ -65,18 +61,10 @@ def leanest(graph: TrainingGraph) -> dict[str, Plan]:
     """Return the plan of the smallest peak of ``chen``, ``approx`` and ``exact``; those for which the graph is too
     large are absent."""
     found: dict[str, Plan] = {}
-    for name, strategies in (
-        ("chen", (ChenSqrt(), ChenGreedy())),
-        ("approx", (ApproxDP(),)),
-        ("exact", (ExactDP(),)),
-    ):
-        for strategy in strategies:
-            try:
-                plan = strategy.curve(graph, ())[-1]
-            except LatticeTooLarge:
-                continue
-            if name not in found or plan.estimate.peak < found[name].estimate.peak:
-                found[name] = plan
+    for strategy, curve in block_curves(graph):
+        name = strategy.partition("_")[0]
+        if name not in found or curve[-1].estimate.peak < found[name].estimate.peak:
+            found[name] = curve[-1]
     return found
 
 

@@ -60,6 +60,12 @@ class Case:
         """The number of stages: two on each rank with the schedules in `VIRTUAL`."""
         return self.ranks * (2 if self.schedule in VIRTUAL else 1)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments of `plan_pipeline` that are the same on all ranks."""
+        names = ("stages", "microbatches", "schedule", "costs")
+        return {name: getattr(self, name) for name in names}
+
 
 Plans: TypeAlias = Mapping[int, Mapping[str, Any]]
 Task: TypeAlias = tuple[Case, int, Plans | None]
@@ -114,14 +120,7 @@ def planned(case: Case, limits: RankSearchLimits = FEW, **given: Any) -> rematpl
     """Return the pipeline of a case within its budget, or within the least budget that refusals state."""
     model, x, y, cuts = network(case)
     given |= {"loss_fn": loss, "target": y}
-    asked = {
-        "stages": case.stages,
-        "microbatches": case.microbatches,
-        "schedule": case.schedule,
-        "cuts": cuts,
-        "costs": case.costs,
-    }
-    given = {"budget": case.share, "strategy": STRATEGY} | asked | given
+    given = {"budget": case.share, "strategy": STRATEGY, "cuts": cuts} | case.asked | given
     with patch.object(rank_search, "LIMITS", limits):
         for _ in range(case.ranks):
             try:
@@ -136,15 +135,7 @@ def run(rank: int, case: Case, budget: int, plans: Plans | None) -> dict[str, An
     tensors that are not those of one process."""
     model, x, y, cuts = network(case)
     plain = copy.deepcopy(model)
-    asked = {
-        "stages": case.stages,
-        "microbatches": case.microbatches,
-        "schedule": case.schedule,
-        "cuts": cuts,
-        "costs": case.costs,
-        "strategy": STRATEGY,
-    }
-    asked |= {"ranks": [rank], "loss_fn": loss, "target": y}
+    asked = case.asked | {"cuts": cuts, "strategy": STRATEGY, "ranks": [rank], "loss_fn": loss, "target": y}
     pipe = rematplan.plan_pipeline(model, (x,), budget=budget or "100%", plans=plans, **asked)
     if plans is None:
         numbers = pipe.order.stage_of_rank[rank]

@@ -27,7 +27,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.module.verification import same_bits
-from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.measure import bytes_of, peak_above_entry
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
@@ -188,14 +188,7 @@ def results(
     with torch.no_grad():
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
-    held = [*model.parameters(), *model.buffers(), *tree_leaves(made[1:])]
-    fixed = sum(
-        {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in held
-            if isinstance(t, torch.Tensor)
-        }.values()
-    )
+    fixed = bytes_of((*model.parameters(), *model.buffers(), made[1:]))
 
     def iteration() -> None:
         model.zero_grad(set_to_none=True)

@@ -44,13 +44,12 @@ import torch
 from promise import step_of
 from public_architectures import LIBRARIES, Batch
 from torch import nn
-from trainers import bytes_of
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, RematplanError, UsageError
 from rematplan.module.plan_access import with_runner
 from rematplan.module.verification import same_bits
-from rematplan.runtime.costs.measure import peak_above_entry
+from rematplan.runtime.costs.measure import bytes_of, peak_above_entry
 
 STEPS = 4
 FORK = multiprocessing.get_context("fork")

@@ -38,12 +38,11 @@ import torch
 from promise import of_hugging_face
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 import rematplan
 from rematplan.ir import show_bytes
 from rematplan.models import build
-from rematplan.runtime.costs.measure import _allocations
+from rematplan.runtime.costs.measure import _allocations, bytes_of
 
 MEASURED = (2, 3)
 """The steps, one of each size of a batch, whose peaks are measured and whose time is not. The step before is recorded,
@@ -352,12 +351,6 @@ def checkpointed(model: nn.Module, layers: Sequence[nn.Module], every: int = 1, 
     for layer in layers[::every]:
         layer.forward = partial(checkpoint.checkpoint, layer.forward, use_reentrant=False, **keywords)
     return model
-
-
-def bytes_of(held: object) -> int:
-    """Return the bytes of the tensors in nested containers. A storage that several share counts once."""
-    tensors = [t for t in tree_leaves(held) if torch.is_tensor(t)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def trained(

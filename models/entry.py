@@ -18,6 +18,11 @@ Sizes = Mapping[str, int]
 MOST_LAYERS = 10_000
 """The largest depth of a network. Each layer takes time and memory when the network is made, however small it is."""
 
+IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
+"""The default sizes of networks for ImageNet."""
+TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
+"""Small sizes of them."""
+
 OutputKind = Literal["classes", "pixels", "tokens", "noise"]
 """The kind of output: scores for each image (N, C), pixel (N, C, H, W) or token (N, T, C); or noise of the input's
 shape.
@@ -58,7 +63,7 @@ class ZooEntry:
     multiple: Sizes = field(default_factory=lambda: MappingProxyType({}))
     """What a size must be divisible by; absent if it is 1."""
     least: Sizes = field(default_factory=lambda: MappingProxyType({}))
-    """The smallest valid value of a size; absent if it is 1."""
+    """The smallest valid value of a size, unless that is what it must be divisible by, or 1."""
     stride: int | None = None
     """Side of the image ÷ side of the smallest features, if the network has batch norm."""
     loss: str = "cross_entropy"
@@ -86,7 +91,8 @@ class ZooEntry:
         return sizes
 
     def _check(self, name: str, size: int) -> None:
-        least, multiple = self.least.get(name, 1), self.multiple.get(name, 1)
+        multiple = self.multiple.get(name, 1)
+        least = self.least.get(name, multiple)
         if size < least or size % multiple:
             divisible = f" and divisible by {multiple}" if multiple > 1 else ""
             raise ZooError(f"{self.name}: {name} is {size}; it must be {least} or more{divisible}")

@@ -14,7 +14,7 @@ from rematplan.models.densenet import DEPTHS as DENSENET_DEPTHS
 from rematplan.models.densenet import DenseNet
 from rematplan.models.diffusion_unet import CONTEXT, GROUPS, LATENT, MULTIPLES, DiffusionUNet
 from rematplan.models.efficientnet import EfficientNet
-from rematplan.models.entry import Sizes, ZooEntry, rows, tokens
+from rematplan.models.entry import IMAGENET, TINY, Sizes, ZooEntry, rows, tokens
 from rematplan.models.googlenet import GoogLeNet
 from rematplan.models.gpt import GPT
 from rematplan.models.lstm import UnrolledLSTM
@@ -30,10 +30,6 @@ from rematplan.models.vgg import STRIDE as VGG_STRIDE
 from rematplan.models.vgg import VGG
 from rematplan.models.vit import PATCH, ViT
 from rematplan.models.zoo_reversible import ENTRIES as REVERSIBLE
-
-IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
-"""The default sizes of networks for ImageNet."""
-TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 
 
 def _resnet(depth: int) -> ZooEntry:
@@ -78,7 +74,6 @@ def _vit(name: str, width: int) -> ZooEntry:
         IMAGENET | {"depth": 12, "width": width},
         TINY | {"depth": 2},
         multiple={"image": PATCH},
-        least={"image": PATCH},
     )
 
 
@@ -127,7 +122,6 @@ _ENTRIES = (
         {"batch": 2, "image": 192, "width": 64, "classes": 2},
         {"image": 32, "width": 4},
         multiple={"image": 2**LEVELS},
-        least={"image": 2**LEVELS},
         stride=2**LEVELS,
     ),
     *map(_resnet, RESNET_DEPTHS),
@@ -166,7 +160,6 @@ _ENTRIES = (
         IMAGENET | {"width": 96},
         TINY,
         multiple={"image": SWIN_STRIDE},
-        least={"image": SWIN_STRIDE},
     ),
     _gpt(12, 768),
     _gpt(24, 1024),
@@ -180,7 +173,6 @@ _ENTRIES = (
         {"batch": 2, "image": 8, "tokens": 3, "width": 32},
         _diffusion_inputs,
         multiple={"image": 2 ** (len(MULTIPLES) - 1), "width": GROUPS},
-        least={"image": 2 ** (len(MULTIPLES) - 1), "width": GROUPS},
         loss="mse",
     ),
     ZooEntry(

@@ -3,7 +3,7 @@ inverses in the captured ops."""
 
 from __future__ import annotations
 
-from rematplan.models.entry import ZooEntry, tokens
+from rematplan.models.entry import IMAGENET, TINY, ZooEntry, tokens
 from rematplan.models.revcol import STRIDE as COLUMN_STRIDE
 from rematplan.models.revcol import RevCol
 from rematplan.models.revnet import STRIDE as REVNET_STRIDE
@@ -14,8 +14,6 @@ from rematplan.models.vit import PATCH
 
 CIFAR = {"batch": 128, "image": 32, "width": 32, "classes": 10}
 TINY_CIFAR = {"batch": 2, "image": 8, "width": 4}
-IMAGENET = {"batch": 8, "image": 224, "width": 64, "classes": 1000}
-TINY = {"batch": 2, "image": 64, "width": 8, "classes": 10}
 
 
 def _revnet(name: str, depth: int, reversible: int) -> ZooEntry:
@@ -26,7 +24,6 @@ def _revnet(name: str, depth: int, reversible: int) -> ZooEntry:
         CIFAR,
         TINY_CIFAR,
         multiple={"image": REVNET_STRIDE, "width": 4},
-        least={"image": REVNET_STRIDE, "width": 4},
         stride=REVNET_STRIDE,
     )
 
@@ -42,7 +39,6 @@ ENTRIES = (
         IMAGENET | {"depth": 12, "width": 384},
         TINY | {"image": 32, "depth": 3},
         multiple={"image": PATCH},
-        least={"image": PATCH},
     ),
     ZooEntry(
         "revswin_t",
@@ -51,7 +47,6 @@ ENTRIES = (
         IMAGENET | {"width": 96},
         TINY,
         multiple={"image": SWIN_STRIDE},
-        least={"image": SWIN_STRIDE},
     ),
     ZooEntry(
         "revbert",
@@ -68,6 +63,5 @@ ENTRIES = (
         IMAGENET,
         TINY,
         multiple={"image": COLUMN_STRIDE},
-        least={"image": COLUMN_STRIDE},
     ),
 )

@@ -22,6 +22,7 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime.capture.fake_weights import is_weightless
 from rematplan.runtime.costs.measure import (
+    bytes_of,
     interleaved_rounds,
     interleaved_seconds,
     peak_above_entry,
@@ -200,8 +201,6 @@ def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
 
 
 def _held_bytes(loaded: LoadedStep) -> int:
-    """Return the bytes that are resident before the step begins: parameters, buffers, batch and constants. Each storage
-    counts once."""
+    """Return the bytes that are resident before the step begins: parameters, buffers, batch and constants."""
     module = loaded.module
-    tensors = [*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return bytes_of([*module.parameters(), *module.buffers(), *loaded.batch, *loaded.step.constants.values()])

@@ -110,7 +110,8 @@ class RepeatedLayers:
 
     @cached_property
     def _regions(self) -> tuple[tuple[int, int], ...]:
-        """The end of the equal layers in the forward and in the backward of ``graph``, and the ops of one layer."""
+        """For the forward and the backward of ``graph``: the position at which the equal layers end, and the number of
+        ops of one layer."""
         halves = []
         for phase in ("forward", "backward"):
             few, many = (

@@ -14,7 +14,7 @@ from rematplan.auditing.compiled import Context
 from rematplan.auditing.step_runs import Step, restored
 from rematplan.plan_any_module import plan_module
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.runtime.costs.measure import peak_above_entry, release_libraries, wall_seconds
+from rematplan.runtime.costs.measure import bytes_of, peak_above_entry, release_libraries, wall_seconds
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
 ROUNDS = 3
@@ -81,7 +81,6 @@ class _LossOf(nn.Module):
 
 
 def _held_bytes(step: Step) -> int:
-    """Return the bytes of parameters, buffers and inputs; each storage counts once."""
-    tensors = [*step.model.parameters(), *step.model.buffers(), *step.args, *step.kwargs.values()]
-    storages = [t.untyped_storage() for t in plain_tensors(tensors)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    """Return the bytes of parameters, buffers and inputs."""
+    held = [*step.model.parameters(), *step.model.buffers(), *step.args, *step.kwargs.values()]
+    return bytes_of(list(plain_tensors(held)))

@@ -18,7 +18,6 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
-from rematplan.plans.fusing import with_fused_kernels
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.in_flight import (
     most_in_flight,
@@ -53,6 +52,7 @@ from rematplan.plans.splitting import (
 )
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
+from rematplan.runtime.fuse.fuse import fuse
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
@@ -127,7 +127,7 @@ class Planner(StepProblems):
         ``first``: whether what cannot be split is a `UsageError`.
         """
         if self.options.fuses:
-            return with_fused_kernels(step)
+            return _with_fused_kernels(step)
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
@@ -379,3 +379,14 @@ def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, m
                 break
             error = later
     return None
+
+
+def _with_fused_kernels(step: CapturedStep) -> RewrittenStep:
+    """Return the step with fused kernels. If some regions have none, one warning says how many, and why the first."""
+    found = fuse(step)
+    if found.failures:
+        warn(
+            f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since they have no "
+            f"fused kernel that may be used: {found.failures[0]}"
+        )
+    return RewrittenStep(found.step, (found.note,) if found.kernels else ())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
 from rematplan.plan_report.labels import show_seconds
+from rematplan.report.tables import figures_table
 
 if TYPE_CHECKING:
     from rematplan.auditing.audit import Audit
@@ -34,11 +34,7 @@ def _lines(at: int, fault: Fault) -> list[str]:
 
 def audit_table(audit: Audit) -> Table:
     """Return a table of peak and time: without checkpointing, with the model's own, and with a plan at that peak."""
-    table = Table(
-        title=f"{audit.name}: one step", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
-    for place, column in enumerate(("", "peak", "time", "against plain")):
-        table.add_column(column, justify="right" if place else "left")
+    table = figures_table(f"{audit.name}: one step", "", "peak", "time", "against plain")
     rows = {"plain": audit.plain, "its own checkpointing": audit.own, "a plan at that peak": audit.planned}
     for name, row in rows.items():
         if row is not None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rematplan.ir import show_bytes
 from rematplan.plan_report.labels import LABELS, show_seconds
-from rematplan.report.tables import figures_table, pairs_table
+from rematplan.report.tables import bytes_table, figures_table, pairs_table
 
 if TYPE_CHECKING:
     from rematplan.fitting.fit import Fit
@@ -38,16 +38,12 @@ def verdict(fit: Fit, max_overhead: float = math.inf) -> str:
 
 def split_table(fit: Fit) -> Table:
     """Return a table of the bytes at the peak by kind, without recomputation and with the plan."""
-    table = figures_table(
-        f"{fit.name}: bytes at the peak, {fit.dimension} {fit.here.size}", "", "without a plan", "with a plan"
-    )
-    kinds = dict.fromkeys(kind for column in fit.split.values() for kind in column)
-    for kind in kinds:
-        table.add_row(
-            LABELS.get(kind, kind), *(show_bytes(column.get(kind, 0)) for column in fit.split.values())
-        )
-    table.add_section()
-    table.add_row("peak", show_bytes(fit.here.without), show_bytes(fit.here.planned))
+    columns = {
+        title: {LABELS.get(kind, kind): n for kind, n in column.items()}
+        for title, column in zip(("without a plan", "with a plan"), fit.split.values(), strict=True)
+    }
+    title = f"{fit.name}: bytes at the peak, {fit.dimension} {fit.here.size}"
+    table = bytes_table(title, columns, (fit.here.without, fit.here.planned))
     table.add_row("at", *fit.peak_at.values())
     return table
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
@@ -13,7 +12,7 @@ from rematplan.plan_report.labels import show_seconds
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import message_buffers
-from rematplan.report.tables import pairs_table
+from rematplan.report.tables import figures_table, pairs_table
 
 if TYPE_CHECKING:
     from rematplan.pipeline.run_step import RankReport
@@ -34,9 +33,7 @@ COLUMNS = (
 def ranks_table(plan: PlannedPipeline) -> Table:
     """Return a table with one row per rank of a planned pipeline: what it holds, its peak, and its extra time."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 1)
+    table = figures_table(title, *COLUMNS, left=2)
     for rank, numbers in enumerate(plan.schedule.stage_of_rank):
         own = [plan.stages[s] for s in numbers]
         base = sum(plan.times[s].total for s in numbers) - sum(one.times.extra for one in own)
@@ -83,15 +80,8 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
 def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
     """Return a table of predicted and measured peaks, one row per rank of a pipeline that was run."""
     title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for column in (
-        "rank",
-        "promised\npeak",
-        "measured\npeak",
-        "measured ÷\npromised",
-        "extra time\na micro-batch",
-    ):
-        table.add_column(column, justify="right")
+    columns = ("promised\npeak", "measured\npeak", "measured ÷\npromised", "extra time\na micro-batch")
+    table = figures_table(title, "rank", *columns, left=0)
     for rank, one in enumerate(reports):
         share = f"{one.measured / one.promised:.3f}"
         cells = (show_bytes(one.promised), show_bytes(one.measured), share, show_seconds(one.extra / 1e6))

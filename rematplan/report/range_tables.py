@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
 from rematplan.ir import show_bytes
@@ -12,6 +11,7 @@ from rematplan.plan_report.labels import show_share
 from rematplan.planner.family.range_proof import RangeRow
 from rematplan.plans.range_planning import RangePlan
 from rematplan.plans.tradeoff import spread_places
+from rematplan.report.tables import figures_table
 
 ROWS = 12
 """The number of evenly spread sizes that a table shows."""
@@ -21,16 +21,8 @@ def range_table(name: str, plan: RangePlan) -> Table:
     """Return a table of the predicted peak and overhead at the sizes that `shown_rows` picks."""
     proof = plan.proof
     title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for column in (
-        plan.dimension,
-        "predicted\npeak",
-        "of no\nrecompute",
-        "overhead",
-        "ops\nrecomputed",
-        "bytes",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed", "bytes")
+    table = figures_table(title, plan.dimension, *columns, left=0)
     for at in shown_rows(proof.rows):
         row = proof.rows[at]
         e = row.estimate

@@ -63,12 +63,20 @@ def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
     """Return a table of the bytes at the peak by kind, for the plan without recomputation (``base``) and for
     ``plan``.
     """
-    table = figures_table(f"{graph.name}: bytes held at the peak", "", "no recompute", "planned")
-    without, planned = split_for_people(graph, base), split_for_people(graph, plan)
-    for kind in dict.fromkeys((*without, *planned)):
-        table.add_row(kind, show_bytes(without.get(kind, 0)), show_bytes(planned.get(kind, 0)))
+    split = {"no recompute": split_for_people(graph, base), "planned": split_for_people(graph, plan)}
+    return bytes_table(
+        f"{graph.name}: bytes held at the peak", split, (base.estimate.peak, plan.estimate.peak)
+    )
+
+
+def bytes_table(title: str, columns: Mapping[str, Mapping[str, int]], peaks: Sequence[int]) -> Table:
+    """Return a table of the bytes at the peak by kind. ``columns``: by title, the bytes of each kind. ``peaks``: of
+    the columns."""
+    table = figures_table(title, "", *columns)
+    for kind in dict.fromkeys(kind for column in columns.values() for kind in column):
+        table.add_row(kind, *(show_bytes(column.get(kind, 0)) for column in columns.values()))
     table.add_section()
-    table.add_row("peak", show_bytes(base.estimate.peak), show_bytes(plan.estimate.peak))
+    table.add_row("peak", *map(show_bytes, peaks))
     return table
 
 

@@ -21,6 +21,7 @@ from rematplan.runtime.graph.compat import (
     disable_profiler_legacy,
     enable_profiler_legacy,
     profiler_enabled,
+    pytree,
 )
 
 T = TypeVar("T")
@@ -191,6 +192,12 @@ def interleaved_rounds(
                 call()
             times[name].append(wall_seconds(call, device))
     return {name: tuple(seconds) for name, seconds in times.items()}
+
+
+def bytes_of(held: object) -> int:
+    """Return the bytes of the tensors in nested containers. A storage that several share counts once."""
+    storages = [t.untyped_storage() for t in pytree.tree_leaves(held) if isinstance(t, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def physical_memory() -> int:

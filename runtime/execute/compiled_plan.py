@@ -13,6 +13,7 @@ import torch
 
 from rematplan.planner.core.lane_schedule import Lanes
 from rematplan.planner.core.schedule import Schedule
+from rematplan.runtime.costs.measure import bytes_of
 from rematplan.runtime.execute.autograd_nodes import as_nodes
 from rematplan.runtime.execute.backward_autocast import BackwardAutocast
 from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
@@ -129,12 +130,6 @@ class CompiledPlan:
         if i.kind == "batch":
             return 1, int(i.target)
         return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
-
-
-def bytes_of(values: Sequence[Any]) -> int:
-    """Return the bytes of the tensors among values. A storage that several share counts once."""
-    storages = (v.untyped_storage() for v in values if isinstance(v, torch.Tensor))
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def _own_name(target: str) -> str:

@@ -36,8 +36,8 @@ class DimensionRule:
     without: str = ""
     """What a result without the axis is: `SUM` or `LOSS`; empty if the op cannot be split then."""
     shapes: Mapping[int, str] = field(default_factory=dict)
-    """By its position, each argument that is the shape of a value, or the number of its first dimension's indices, and
-    the value."""
+    """By the position of an argument, the value whose shape the argument states, or of whose first dimension it states
+    the number of indices."""
     single: bool = False
     """Whether only a single dimension can be an axis, not several merged ones."""
     mean: Mean | None = None
