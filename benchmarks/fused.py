@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from llama_like import LlamaLike
-from one_step import CPU, peak_of, stepper
+from one_step import CPU, cpu_seconds, peak_of, stepper
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
@@ -103,12 +102,6 @@ class Measured:
     promised: int = 0
     compilation: float = 0.0
     kernels: int = 0
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 @contextmanager

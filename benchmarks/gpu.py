@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
+from rematplan.ir.problem_json import write_whole
 from rematplan.models import build
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block
@@ -265,8 +266,8 @@ class Bench:
             "tests": self.tests,
             "rows": [asdict(row) for row in self.rows],
         }
-        replace(Path(self.options.json), json.dumps(facts, indent=1) + "\n")
-        replace(Path(self.options.table), table(facts, self.rows))
+        write_whole(self.options.json, json.dumps(facts, indent=1) + "\n")
+        write_whole(self.options.table, table(facts, self.rows))
 
 
 def case_inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
@@ -289,13 +290,6 @@ def table(facts: Mapping[str, Any], rows: list[Row]) -> str:
         cells = (row.network, row.dtype, row.step, mib[0], mib[1], share, ratio, row.note)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def replace(path: Path, text: str) -> None:
-    """Write ``text`` to a new file and put it in place of ``path``, so that the file is complete at any moment."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""One training step of a model, without an optimizer, and its peak."""
+"""One training step of a model, without an optimizer, its peak, and CPU seconds."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 
 import torch
@@ -32,3 +33,8 @@ def peak_of(model: nn.Module, inputs: tuple[Tensor, ...], device: torch.device =
     model.zero_grad(set_to_none=True)
     gc.collect()
     return resident + peak_above_entry(step, device)[0]
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of ended children that it has waited for."""
+    return sum(os.times()[:4])

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from networks import NETWORKS, activation_share, rivals, share_of
+from one_step import cpu_seconds
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, load_problem
 from rematplan.planner.auto.auto_strategy import Auto
@@ -55,11 +56,6 @@ def planned(graph: TrainingGraph, budget: int, seconds: float) -> Plan | Infeasi
         return Auto(time_limit=seconds, reuse=False).plan(graph, budget)
     except InfeasibleBudget as error:
         return error
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of ended children that it has waited for."""
-    return sum(os.times()[:4])
 
 
 def cell(graph: TrainingGraph, share: float, goal: float | None, seconds: float) -> str:

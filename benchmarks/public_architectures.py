@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-SIDE, WORDS = 64, 100
+SIDE = 64
+WORDS = 100
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 Made = tuple[nn.Module, Callable[[], Batch]]
 """A model, and a function that draws a batch: positional and keyword arguments."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from rematplan.ir import Op, TrainingGraph, show_bytes
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.cut_bounds import PeakBound
+from rematplan.runtime.costs.roofline import distinct_bytes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.in_place_calls import IN_PLACE
 from rematplan.runtime.split.regions import SplitRegion, StepUse
@@ -53,12 +52,4 @@ def _needed(step: CapturedStep, graph: TrainingGraph, op: Op, storage: str) -> i
     if op.name not in step.call:
         return graph.size[storage] if storage in graph.outputs else 0
     read = [step.values[name] for name in step.call[op.name].operands]
-    return max(min(graph.size[storage], _bytes(v.fake)) for v in read if v.storage == storage)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements, of those that expanded dimensions repeat only once."""
-    count = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride or not size else 1
-    return count
+    return max(min(graph.size[storage], distinct_bytes(v.fake)) for v in read if v.storage == storage)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import UsageError
-from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
+from rematplan.runtime.costs.measure import bytes_of, peak_above_entry, unprofiled
 from rematplan.runtime.costs.optimizer_trial import Trial, try_steps
 from rematplan.runtime.graph.allocator_rounding import allocated
 
@@ -332,6 +332,5 @@ def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: t
 
     step()
     states = [t for of in optimizer.state.values() for t in plain_tensors(of)]
-    held = (*model.parameters(), *model.buffers(), *inputs, *states)
-    storages = {s.data_ptr(): s.nbytes() for t in held for s in [t.untyped_storage()]}
-    return sum(storages.values()) + peak_above_entry(step, torch.device("cpu"))[0]
+    held = bytes_of([*model.parameters(), *model.buffers(), *inputs, *states])
+    return held + peak_above_entry(step, torch.device("cpu"))[0]

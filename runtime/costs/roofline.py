@@ -36,11 +36,10 @@ def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCos
 
 
 def moved_bytes(step: CapturedStep, call: Call) -> int:
-    """Return the bytes of all tensors that a call reads and writes. An element that a broadcast tensor repeats (stride
-    0) counts once."""
+    """Return the `distinct_bytes` of all tensors that a call reads and writes."""
     read = dict.fromkeys(call.operands)
     tensors = [step.values[v].fake for v in (*read, *call.made)]
-    return sum(_distinct(t) * t.element_size() for t in tensors)
+    return sum(map(distinct_bytes, tensors))
 
 
 def flops(step: CapturedStep, call: Call) -> float:
@@ -56,8 +55,10 @@ def flops(step: CapturedStep, call: Call) -> float:
     return row(substitute(call.args, lambda name: step.values[name].fake), results)
 
 
-def _distinct(t: torch.Tensor) -> int:
-    return math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride != 0)
+def distinct_bytes(t: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, of those that a stride of 0 repeats only once."""
+    sizes = (n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or not n)
+    return t.element_size() * math.prod(sizes)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> float:

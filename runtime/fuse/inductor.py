@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rematplan.runtime.graph import compat
 from rematplan.runtime.graph.compat import FakeTensorMode, TracingContext, inductor_config, make_fx, tracing
+from rematplan.runtime.graph.storage_slices import uninitialised_like
 
 Compiled: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """A compiled region: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -48,7 +49,7 @@ def begin(
     """
     settings = {k: v for k, v in SETTINGS.items() if hasattr(inductor_config, k.split(".")[0])}
     with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()) as mode:  # the cache needs one
-        fakes = [_like(t) for t in inputs]
+        fakes = [uninitialised_like(t) for t in inputs]
         graph = make_fx(ops, decomposition_table={**compat.select_decomp_table(), **IN_STAGES})(*fakes)
     output = graph.graph.find_nodes(op="output")[0]
     results = [node.meta["val"] for node in output.args[0]]
@@ -118,9 +119,3 @@ def _mean_in_stages(
 
 
 IN_STAGES = {torch.ops.aten.sum.dim_IntList: _sum_in_stages, torch.ops.aten.mean.dim: _mean_in_stages}
-
-
-def _like(t: torch.Tensor) -> torch.Tensor:
-    size = t.untyped_storage().nbytes() // t.element_size()
-    storage = torch.empty(size, dtype=t.dtype, device=t.device)
-    return storage.as_strided(tuple(map(int, t.shape)), tuple(map(int, t.stride())), int(t.storage_offset()))

@@ -89,3 +89,11 @@ def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int
     storage."""
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start
+
+
+def uninitialised_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor, fake in a fake mode, with the type, shape, strides, offset and storage size of another."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    storage = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    return storage.as_strided(shape, stride, int(tensor.storage_offset()))

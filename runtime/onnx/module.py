@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
-from rematplan.ir.errors import ModelError
+from rematplan.ir.errors import ModelError, first_line
 from rematplan.ir.onnx.graph import Graph, Weight
 from rematplan.ir.onnx.weight_roles import differentiated
 from rematplan.runtime.costs.measure import check_fits
@@ -147,7 +147,7 @@ class OnnxModule(nn.Module):
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise refuse(node, _first_line(error)) from error
+            raise refuse(node, first_line(error)[:200]) from error
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
@@ -200,10 +200,6 @@ class OnnxModule(nn.Module):
             return value.ravel()[0].item()
         tensor = self._tensor(node.inputs[at], value)
         return tensor if device is None else tensor.to(device)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
 def _made(weight: Weight, device: str, filled: bool) -> Tensor:

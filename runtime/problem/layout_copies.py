@@ -16,7 +16,7 @@ from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.quiet_logs import quiet
-from rematplan.runtime.graph.storage_slices import has_strides
+from rematplan.runtime.graph.storage_slices import has_strides, uninitialised_like
 from rematplan.runtime.graph.tangent_layouts import AsCaptured, for_any_layout
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -151,7 +151,7 @@ class _Followed:
                 if name in self.otherwise
             )
         here = {
-            name: self.otherwise[name] if name in self.otherwise else _again(fake)
+            name: self.otherwise[name] if name in self.otherwise else uninitialised_like(fake)
             for name, fake in fakes.items()
         }
         try:
@@ -175,12 +175,3 @@ class _Followed:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return allocated(tensor.untyped_storage().nbytes(), tensor.device)
-
-
-def _again(fake: torch.Tensor) -> torch.Tensor:
-    """Return a new fake tensor in the present fake mode, with the shape, strides, offset and size of storage of
-    ``fake``."""
-    storage = torch.empty(
-        fake.untyped_storage().nbytes() // fake.itemsize, dtype=fake.dtype, device=fake.device
-    )
-    return storage.as_strided(fake.shape, fake.stride(), fake.storage_offset())
