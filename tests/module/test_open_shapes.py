@@ -287,6 +287,16 @@ def test_the_features_of_a_recurrent_layer_are_served_for_each_number_of_samples
     assert rematplan.planning(planned).stats().captures == 1
 
 
+def test_a_gradient_that_nothing_needs_has_no_layout_to_check() -> None:
+    parts = nn.Conv2d(1, 8, 4, 4), nn.LayerNorm(8)
+    model = Of(lambda m, x: m.parts[1](m.parts[0](x).flatten(2).mT) * m.w[:1], *parts)
+    planned, plain = planned_and_plain(model, torch.randn(2, 1, 16, 16))
+    for samples, side in ((3, 16), (4, 24)):
+        batch = (torch.randn(samples, 1, side, side),)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    assert rematplan.planning(planned).stats().open_captures == 1
+
+
 def test_sizes_that_the_model_refuses_do_not_end_captures_with_open_sizes() -> None:
     model = Of(lambda m, x: m.parts[0]((x * m.w).mT), nn.InstanceNorm1d(WIDTH))
     planned, plain = planned_and_plain(model, *sequence(4, 6))
