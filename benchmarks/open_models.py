@@ -143,7 +143,7 @@ NETWORKS: Mapping[str, Network] = {
     "Mamba (T)": Network(_library("MambaForCausalLM"), _words),
     "ViT (T)": Network(_library("ViTForImageClassification"), _pictures, (64,)),
     "Swin (T)": Network(_library("SwinForImageClassification"), _pictures, SIDES),
-    "SegFormer (T)": Network(_library("SegformerForImageClassification"), _pictures, SIDES),
+    "SegFormer (T)": Network(_library("SegformerForSemanticSegmentation"), _pictures, SIDES),
     "LSTM (P)": Network(lambda: Recurrent(nn.LSTM(16, 16, 2, batch_first=True)), _features),
     "GRU (P)": Network(lambda: Recurrent(nn.GRU(16, 16, batch_first=True)), _features),
     "Transformer encoder (P)": Network(

@@ -182,6 +182,7 @@ CONFIGURED: Mapping[str, dict[str, Any]] = {
     "ConvNextForImageClassification": {**STAGES, "num_hidden_layers": 4},
     "ResNetForImageClassification": STAGES,
     "SegformerForImageClassification": STAGES,
+    "SegformerForSemanticSegmentation": STAGES,
     "SwinForImageClassification": WINDOWS,
     "Swinv2ForImageClassification": WINDOWS,
     "DebertaV2ForMaskedLM": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
