@@ -35,6 +35,8 @@ from rematplan.runtime.symbols.expressions import NotSymbolic
 MANY = 8
 """The number of captures of one module at which a warning is issued, and of steps for known sizes (`Captures.repeated`)
 after which it is planned in parts, if that is possible."""
+MANY_SIZES = 4 * MANY
+"""The number of shapes, each with a capture of its own, after which a module is no part of another one any longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +99,20 @@ class Captures:
         """Return the captured step for a call."""
         return self._captured(self._of_call(tracing), tracing)
 
+    @property
+    def separate(self) -> int:
+        """The number of shapes that were captured separately."""
+        return sum(one.fixed for one in self.shapes.values())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether captures of the module are likely to go on: for known sizes, or for always new ones without
+        symbols."""
+        return self.repeated >= MANY or self.separate >= MANY_SIZES
+
     def warn_of_many(self) -> None:
         """Warn if exactly `MANY` shapes have been captured separately so far. Warn only once."""
-        if sum(one.fixed for one in self.shapes.values()) == MANY and not self.warned:
+        if self.separate == MANY and not self.warned:
             self.warned = True
             warn(
                 f"{self.name} was captured {MANY} times for different calls; each new number, shape or value by which "

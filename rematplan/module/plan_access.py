@@ -178,7 +178,7 @@ class Planning:
             searching=sum(r.working for r in later),
             seconds=sum(r.seconds for r in later),
             swaps=sum(entry.running.swaps for entry in entries),
-            captures=sum(one.fixed for one in shapes),
+            captures=sum(one.separate for one in captures),
             open_captures=sum(one.opened for one in shapes),
             instances=sum(one.served for one in shapes),
             carried=sum(one.carried for one in shapes),

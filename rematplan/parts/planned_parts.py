@@ -20,7 +20,7 @@ from rematplan.ir import (
     show_bytes,
 )
 from rematplan.module.capture_lock import LOCK
-from rematplan.module.captures import MANY, Captures
+from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
@@ -206,7 +206,7 @@ class PlannedParts:
     def _leave_out_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let parts that had another graph in many calls be no parts any longer, unless no others are left."""
         runners = self.last.runners.items() if self.last and self.error is not None else ()
-        anew = {name for name, one in runners if one.captures.repeated >= MANY} - self._stay
+        anew = {name for name, one in runners if one.captures.goes_on} - self._stay
         if not anew:
             return
         self._stay |= anew

@@ -2,6 +2,7 @@
 budget; all steps have eager mode's bits."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from same_bits import SETTINGS
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.module.captures import MANY
+from rematplan.module.captures import MANY, MANY_SIZES
 
 STEPS = MANY + 3
 LOG: list[float] = []
@@ -116,6 +117,39 @@ def test_what_changes_in_each_call_is_planned_in_parts_after_a_few_captures(
     assert len(plans[-1]) == 2
     assert plans[-1] == plans[-2]
     assert sum("another graph" in str(one.message) for one in recwarn) == 1
+
+
+class OwnSizes(nn.Module):
+    """A module that is captured for each length separately."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / math.sqrt(len(x))).tanh()
+
+
+class Routed(nn.Module):
+    """Decides by its activations, and one of its modules gets another length in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own = block(), OwnSizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        kept = h[: 1 + int((h.sum(1) > h.sum(1)[0]).sum())]
+        return self.own(kept).square().mean() + h.square().mean()
+
+
+def test_a_part_that_gets_always_new_sizes_is_no_part_any_longer() -> None:
+    eager = Routed()
+    model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"})
+    captures = list[int]()
+    for at in range(2 * MANY_SIZES):
+        for one in (eager, model):
+            one(*batch(at, 4 * MANY_SIZES)).backward()
+        captures.append(rematplan.planning(model).stats().captures)
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert captures[-1] < max(captures)
 
 
 def test_a_few_outcomes_keep_the_whole() -> None:

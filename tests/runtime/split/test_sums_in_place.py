@@ -18,11 +18,13 @@ from rematplan.planner.core.simulator import simulate
 from rematplan.planner.overlap.place_on_lanes import on_two_lanes
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep, Ref, single_call, substitute
 from rematplan.runtime.split.split_step import split_regions
+from rematplan.runtime.split.sums_in_place import with_sums_in_place
 
 
 class Penalised(Decoder):
@@ -201,6 +203,27 @@ def test_only_gradients_of_weights_are_summed_in_place() -> None:
     written = [c.args[0].value for c in sums]
     read = [name for c in made.calls for name in c.operands]
     assert all(read.count(value) == 1 for value in written)
+
+
+class Shared(nn.Module):
+    """Two weights whose gradients have a summand in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.cos() @ self.a + x.sin() @ self.b + x @ (self.a + self.b)).square().mean()
+
+
+def test_a_summand_of_two_sums_is_not_overwritten() -> None:
+    module, batch = Shared(), (torch.randn(4, 8),)
+    step = capture(module, batch, "shared")
+    made = with_sums_in_place(step)
+    written = [c.args[0].value for c in made.calls if c.in_place]
+    read = [name for c in made.calls for name in c.operands]
+    assert [read.count(value) for value in written] == [1, 1]
+    assert verify(planned(module, made), batch).error == 0
 
 
 def test_a_call_that_reads_an_overwritten_sum_does_not_compile() -> None:
