@@ -109,6 +109,14 @@ def shifted(model: Any, x: Tensor) -> Tensor:
 
 
 Inputs = Callable[[int, int], tuple[Tensor, ...]]
+
+
+def one_head(m: Of, x: Tensor) -> Tensor:
+    """A view to the same sizes, of which one is 1: its stride becomes that of a new tensor."""
+    heads = (x * m.w).unflatten(-1, (1, -1)).transpose(1, 2)
+    return heads.view(len(x), -1, x.shape[1], x.shape[2]).tanh()
+
+
 OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "mlp": (mlp, sequence),
     "images": (images, pictures),
@@ -224,6 +232,17 @@ def test_an_instance_is_what_its_shape_gives_by_itself(name: str) -> None:
         assert names_of(instance, alone) is not None, sizes
         assert sorted(instance.storage_bytes.values()) == sorted(alone.storage_bytes.values())
     assert accepted >= 2
+
+
+def test_a_view_with_a_size_of_one_has_its_kernel_s_strides() -> None:
+    planned, plain = planned_and_plain(Of(one_head), *sequence(3, 6))
+    for sizes in ((3, 6), (2, 7), (3, 8), (2, 9)):
+        batch = sequence(*sizes)
+        results = [one(*batch) for one in (planned, plain)]
+        assert torch.equal(*results)
+        assert results[0].stride() == results[1].stride()
+        results[0].sum().backward()
+    assert rematplan.planning(planned).stats().captures == 1
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -212,10 +212,9 @@ class TrueLayouts(FakeTensorMode):
                 self.symbols.check_lengths()
             ones = _has_ones(result)
             if ones and is_view(func) and func is not ATEN.as_strided.default:
-                if self.symbols:
-                    return result
+                now = self.symbols.now if self.symbols else _as_given
                 with self:
-                    return _as_kernel_views(func, args, kwargs, result)
+                    return _as_kernel_views(func, now((args, kwargs)), result, now)
             sure = func in SURE and func not in DISTRUSTED and not self.symbols
             surely_strided = sure or not is_unsure(func, _all_plain((args, kwargs)), ones)
             if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
@@ -273,22 +272,35 @@ def _has_ones(results: Any) -> bool:
     return any(1 in t.shape for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor))
 
 
-def _as_kernel_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Any:
-    """Return the results of an op that returns views, with the strides that they have of a real tensor."""
+def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any], Any]) -> Any:
+    """Return the results of an op that returns views, with the strides that they have of a real tensor. ``now``: makes
+    sizes integers, which those in ``arguments`` are."""
 
     def like(fake: torch.Tensor) -> torch.Tensor:  # a view touches no memory
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+        return torch.empty_strided(*now((tuple(fake.shape), fake.stride())), dtype=fake.dtype)
 
     with disable_current_modes():
-        args, kwargs = pytree.tree_map_only(torch.Tensor, like, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, like, arguments)
         real = func(*args, **kwargs)
 
     def view(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        same = fake.stride() == made.stride()
-        return fake if same else fake.as_strided(made.shape, made.stride(), fake.storage_offset())
+        if now(fake.stride()) == made.stride():
+            return fake
+        strides = _strides_of_ones(fake, made, now) if now is not _as_given else made.stride()
+        return fake.as_strided(fake.shape, strides, fake.storage_offset())
 
     leaves, spec = pytree.tree_flatten(results)
     return pytree.tree_unflatten(map(view, leaves, pytree.tree_leaves(real)), spec)
+
+
+def _strides_of_ones(fake: torch.Tensor, real: torch.Tensor, now: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return the strides of ``fake``, where those of sizes of 1 are what the dimension after it spans, if ``real`` has
+    that."""
+    strides = list(fake.stride())
+    for dim in reversed(range(fake.ndim)):
+        if real.shape[dim] == 1 and now(strides[dim]) != real.stride(dim):
+            strides[dim] = fake.shape[dim + 1] * strides[dim + 1] if dim + 1 < fake.ndim else 1
+    return strides if now(tuple(strides)) == real.stride() else fake.stride()
 
 
 def _all_different(results: Sequence[Any]) -> Sequence[Any]:
