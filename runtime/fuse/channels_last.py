@@ -33,8 +33,8 @@ GROUP_NORMS = frozenset({ATEN.native_group_norm, ATEN.native_group_norm_backward
 FEW = 300
 """The number of calls for each convolution from which on a step has too few of them."""
 HEAVY = 8
-"""The weights ÷ the images of a convolution from which on a CPU computes it faster, with smaller workspaces, in the
-layout of the weights."""
+"""A convolution of more than a pixel with more weights than this, as a multiple of its images' numbers, is faster on a
+CPU in the captured layout, and has half of the workspace."""
 GROUPS = MappingProxyType({ATEN.convolution: 8, ATEN.convolution_backward: 9})
 """The position of the number of groups among the arguments of a convolution."""
 FOLLOWING = frozenset(
