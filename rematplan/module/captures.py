@@ -106,8 +106,8 @@ class Captures:
 
     @property
     def goes_on(self) -> bool:
-        """Whether captures of the module are likely to go on: for known sizes, or for always new ones without
-        symbols."""
+        """Whether later steps are likely to need further captures, since many did: for sizes that earlier calls had, or
+        for new sizes that no capture with symbolic sizes serves."""
         return self.repeated >= MANY or self.separate >= MANY_SIZES
 
     def warn_of_many(self) -> None:

@@ -91,7 +91,8 @@ class SpeculatedAssertions:
         self.trial = outcome
         try:
             trace()
-        except Exception as error:  # any error of the forward or of the tracer
+        # The forward may raise anything with a wrong outcome, and the tracer, too: the caller decides by the error.
+        except Exception as error:
             return error, self.asked
         finally:
             self.trial = None

@@ -188,7 +188,7 @@ def check(case: Case, rank: int) -> None:
         found, peaks = train(planned, case, rank)
     assert all(map(torch.equal, expected, found))
     assert communicated == calls  # recomputation gathers nothing
-    plan = runner_of(planned).parts.last.plan  # type: ignore[attr-defined]
+    plan = runner_of(planned).parts.last.plan
     assert [len(group.names) for group in plan.parts] == [4]
     assert all(part.made.plan.estimate.reruns for part in plan.parts.values())
     if case.measured:

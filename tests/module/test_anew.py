@@ -165,22 +165,6 @@ def test_a_few_outcomes_keep_the_whole() -> None:
     assert rematplan.planning(model).stats().captures == MANY
 
 
-def test_parts_that_do_not_fit_leave_the_whole_which_says_what_they_need(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    eager = Queue()
-    model = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
-    for at in range(STEPS):
-        for one in (eager, model):
-            one(*batch(at)).backward()
-    assert len(rematplan.planning(model).plans) == STEPS
-    assert all(
-        torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)
-    )
-    (told,) = [str(one.message) for one in recwarn if "another graph" in str(one.message)]
-    assert "parts need" in told
-
-
 class Single(nn.Module):
     """Has single layers, and a number in each call."""
 
@@ -192,19 +176,28 @@ class Single(nn.Module):
         return self.second(nn.functional.gelu(self.first(x)) * by).square().mean()
 
 
-def test_a_model_without_parts_is_captured_in_each_call_and_says_so(
+@pytest.mark.parametrize(
+    ("kind", "of_step", "why"),
+    [(Queue, batch, "parts need"), (Single, with_number, "no part")],
+    ids=["parts that do not fit", "no parts"],
+)
+def test_a_model_that_stays_whole_is_captured_in_each_call_and_says_why(
+    kind: type[nn.Module],
+    of_step: Callable[[int], tuple[Any, ...]],
+    why: str,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    eager = Single()
+    eager = kind()
     model = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
     for at in range(STEPS):
         for one in (eager, model):
-            one(*with_number(at)).backward()
+            one(*of_step(at)).backward()
+    assert len(rematplan.planning(model).plans) == STEPS
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)
     )
     (told,) = [str(one.message) for one in recwarn if "another graph" in str(one.message)]
-    assert "no part" in told
+    assert why in told
 
 
 class Normalised(nn.Module):

@@ -42,7 +42,7 @@ def test_the_plans_within_the_least_budget_begin_with_those_that_found_it(
     model = rematplan.apply(Dropping(), **SETTINGS)
     model(torch.randn(64, 16)).backward()
     assert len(calls) == 1
-    plan = runner_of(model).parts.last.plan  # type: ignore[attr-defined]
+    plan = runner_of(model).parts.last.plan
     assert plan.peak <= plan.budget
 
 
@@ -77,7 +77,7 @@ def test_a_forward_that_cannot_be_captured_is_traced_twice_for_each_condition(
     model(torch.randn(64, 16)).backward()
     # With and without `torch.compiler.is_compiling()`: a trace, and two for each of two conditions.
     assert len(traces) == 2 * (1 + 2 * 2)
-    assert runner_of(model).parts  # type: ignore[attr-defined]
+    assert runner_of(model).parts
 
 
 class Padding(nn.Module):

@@ -286,6 +286,7 @@ def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any
     def view(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         if now(fake.stride()) == made.stride():
             return fake
+        # Symbolic strides must hold for other sizes, too; the real ones are numbers.
         strides = _strides_of_ones(fake, made, now) if now is not _as_given else made.stride()
         return fake.as_strided(fake.shape, strides, fake.storage_offset())
 
@@ -294,8 +295,8 @@ def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any
 
 
 def _strides_of_ones(fake: torch.Tensor, real: torch.Tensor, now: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return the strides of ``fake``, where those of sizes of 1 are what the dimension after it spans, if ``real`` has
-    that."""
+    """Return the strides of ``fake``; a dimension of size 1 gets the stride that it has in a contiguous tensor, if all
+    strides are those of ``real`` then."""
     strides = list(fake.stride())
     for dim in reversed(range(fake.ndim)):
         if real.shape[dim] == 1 and now(strides[dim]) != real.stride(dim):

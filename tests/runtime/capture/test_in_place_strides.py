@@ -37,7 +37,7 @@ class Changed(nn.Module):
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.first, self.second, self.change = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 3), change
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.first(x) * 2
@@ -110,7 +110,7 @@ def test_a_formula_that_is_in_place_in_eager_mode_keeps_strides(how: str) -> Non
     x = torch.randn(2, 6, SIDE, SIDE).to(memory_format=torch.channels_last).requires_grad_()
     eager = Formula(FORMULAS[how])
     planned = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
-    found = [torch.autograd.grad(m(x).sum(), (x, m.scale)) for m in (eager, planned)]  # type: ignore[arg-type]
+    found = [torch.autograd.grad(m(x).sum(), (x, m.scale)) for m in (eager, planned)]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()

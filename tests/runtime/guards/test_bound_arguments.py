@@ -94,7 +94,7 @@ def test_a_forward_that_computes_with_what_it_changes_there_is_planned_in_parts(
             model.zero_grad()
             model(X).backward()
         assert same_grads(eager, planned)
-    assert runner_of(planned).parts  # type: ignore[attr-defined]
+    assert runner_of(planned).parts
     assert planned.rule[0].args == eager.rule[0].args == ([0, 1, 2],)
 
 

@@ -69,7 +69,7 @@ def test_layers_that_are_dropped_by_chance_are_planned_in_parts_and_the_advice_w
         made = rematplan.plan_module(LayerDrop(draw), (X,), **SETTINGS)
     assert re.search(f"planned in parts: .*{advice}.*as an argument", caplog.text)
     assert (random.getstate(), repr(np.random.get_state())) == states
-    assert runner_of(made).parts is not None  # type: ignore[attr-defined]
+    assert runner_of(made).parts is not None
     given, plain = planned_and_plain(LayerDrop(None), X, (True, False, True), budget=2**20)
 
     def by_argument(model: nn.Module) -> list[Tensor]:
@@ -195,7 +195,7 @@ class RoutedByMasks(Routed):
 
 def test_routing_by_values_is_planned_in_parts_and_by_masks_whole() -> None:
     routed = rematplan.plan_module(Routed(), (X,), **SETTINGS)
-    assert runner_of(routed).parts is not None  # type: ignore[attr-defined]
+    assert runner_of(routed).parts is not None
     planned, plain = planned_and_plain(RoutedByMasks())
     equal_after(
         lambda model: [model(x).square().mean().backward() for x in (X, -X, 2 * X)] and [], planned, plain
