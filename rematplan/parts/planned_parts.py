@@ -36,6 +36,7 @@ from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
+from rematplan.runtime.capture.hidden_tensors import hides_tensors
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.warn import warn
@@ -184,9 +185,9 @@ class PlannedParts:
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = [*plain_tensors(tensors_in(leaves))]  # nested ones have no plain sizes
-        # Each new number would be rehearsed.
+        # Each new number, or object whose tensors are not found, would be rehearsed.
         numbers = (int, float) if isinstance(self.error, CapturedAnew) else ()
-        leaves = [type(leaf) if type(leaf) in numbers else leaf for leaf in leaves]
+        leaves = [type(leaf) if type(leaf) in numbers or hides_tensors(leaf) else leaf for leaf in leaves]
         known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
         of_sizes = (one for sizes, one in known if sizes is not None and _within(tensors, sizes))
         rehearsed = next((one for one in of_sizes if _holds(original.model, one)), None)

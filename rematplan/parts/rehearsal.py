@@ -217,7 +217,7 @@ class Rehearsal:
         leaves = flattened_call(args, kwargs)[0]
         self._given = tensors_in(leaves)
         self._attributes = AttributeTensors(self.model)
-        objects = SameObjects(leaves)
+        objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
             with (
                 guards.python_state_restored(self.model, leaves),

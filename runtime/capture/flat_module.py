@@ -15,7 +15,7 @@ from torch import nn
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.functional_call import slots
 from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
-from rematplan.runtime.capture.open_classes import OPENED, open_classes
+from rematplan.runtime.capture.open_classes import OPENED, open_classes, with_opened_objects
 from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.graph.compat import is_functional_tensor, pytree
 from rematplan.runtime.guards.containers import containers_in
@@ -68,7 +68,7 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
         # Equal objects are compared quickly.
         return leaves, _flat_spec(len(args), tuple(kwargs))
     open_classes((args, kwargs))
-    return flattened((args, kwargs))
+    return flattened(with_opened_objects((args, kwargs)))
 
 
 @lru_cache(maxsize=256)
@@ -206,7 +206,7 @@ class FlatModel(nn.Module):
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         """Call the model and return its results; `ModelError` if it changes an object that it is called with."""
-        objects = SameObjects(leaf for at, leaf in self._leaves if at is None)
+        objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
             results = self._forward(*args, **kwargs)
         finally:
@@ -220,7 +220,7 @@ class FlatModel(nn.Module):
 
     def _left(self, arguments: Any, leaves: list[Any]) -> Any:
         """Return the arguments after the forward, or None if the forward did not change them."""
-        left, spec = flattened(arguments)
+        left, spec = flattened(with_opened_objects(arguments))
         if spec == self._spec and all(map(is_, left, leaves)):
             return None
         at = {id(leaf): ArgumentLeaf(at) for at, leaf in enumerate(leaves)}

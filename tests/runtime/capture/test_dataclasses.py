@@ -1,15 +1,21 @@
-"""Laws of dataclasses: their tensors are arguments and results of the plan, with the bits of eager mode."""
+"""Laws of dataclasses and other objects: their tensors are arguments of the plan, and those of dataclasses its results,
+with the bits of eager mode."""
 
 import copy
+import weakref
+from collections import UserDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from same_bits import equal_after
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.module.plan_access import with_runner
 
 
 @dataclass
@@ -77,3 +83,105 @@ def test_dataclasses_are_taken_and_returned_with_the_bits_of_eager_mode() -> Non
     for weighted in (False, True, False):
         equal_after(lambda model, given=weighted: use(model, given), planned, plain)
     assert rematplan.planning(planned).stats().captures == 2
+
+
+class Store:
+    """A store of a graph's tensors that knows the graph, as torch_geometric's does."""
+
+    def __init__(self, graph: "Graph", x: Tensor, scale: float) -> None:
+        self.graph, self.x, self.scale = weakref.ref(graph), x, scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "graph": self.graph()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, graph=weakref.ref(state["graph"]))
+
+
+class Graph:
+    def __init__(self, x: Tensor, scale: float = 2.0) -> None:
+        self.store = Store(self, x, scale)
+
+    @property
+    def x(self) -> Tensor:
+        graph = self.store.graph()
+        assert graph is self
+        return self.store.x * self.store.scale
+
+
+class Pair(UserDict[str, Tensor]):
+    @property
+    def x(self) -> Tensor:
+        return self["left"] - self["right"]
+
+
+class OfObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, batch: dict[str, list[Any]]) -> Tensor:
+        (one,) = batch["of"]
+        return self.inner(one.x)
+
+
+def step(model: nn.Module, one: Any) -> list[Tensor]:
+    model.zero_grad()
+    loss = model({"of": [one]}).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+@pytest.mark.parametrize("make", [Graph, lambda x: Pair(left=x, right=x.flip(1))])
+def test_objects_of_any_class_are_opened_and_new_ones_need_no_new_plan(make: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    plain = OfObject()
+    options: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
+    planned = rematplan.apply(copy.deepcopy(plain), "min", **options)
+    for _ in range(3):
+        one = make(torch.randn(4, 6))
+        equal_after(lambda model, given=one: step(model, given), planned, plain)
+    assert rematplan.planning(planned).stats().captures == 1
+
+
+class Growing(OfObject):
+    def forward(self, batch: dict[str, list[Any]]) -> Tensor:
+        batch["of"][0].store.x = super().forward(batch)
+        return batch["of"][0].store.x
+
+
+def test_a_model_that_changes_the_object_it_is_called_with_is_planned_in_parts() -> None:
+    torch.manual_seed(0)
+    plain = Growing()
+    options: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
+    planned = rematplan.apply(copy.deepcopy(plain), "min", **options)
+
+    def changed(model: nn.Module, given: Tensor) -> list[Tensor]:
+        one = Graph(given)
+        return [*step(model, one), one.store.x.detach()]
+
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        equal_after(lambda model, given=x: changed(model, given), planned, plain)
+    assert with_runner(planned)._rematplan.parts
+
+
+def test_parts_are_measured_once_for_objects_that_cannot_be_opened() -> None:
+    torch.manual_seed(0)
+
+    class Unpicklable:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise TypeError
+
+    plain = OfObject()
+    options: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
+    planned = rematplan.apply(copy.deepcopy(plain), "min", **options)
+    divided = set()
+    for _ in range(3):
+        one = Unpicklable(torch.randn(4, 6))
+        equal_after(lambda model, given=one: step(model, given), planned, plain)
+        divided.add(id(with_runner(planned)._rematplan.parts.last))
+    assert len(divided) == 1
