@@ -126,8 +126,13 @@ class Planner(StepProblems):
 
         ``first``: whether what cannot be split is a `UsageError`.
         """
-        if self.options.fuses:
-            return _with_fused_kernels(step)
+        split = self._split(step, first)
+        if not self.options.fuses:
+            return split
+        fused = _with_fused_kernels(split.step)
+        return RewrittenStep(fused.step, (*split.notes, *fused.notes))
+
+    def _split(self, step: CapturedStep, first: bool) -> RewrittenStep:
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
@@ -136,7 +141,7 @@ class Planner(StepProblems):
         return split_as_asked(charged, step, charged._trials(step), first)
 
     def _trials(self, step: CapturedStep) -> SplitTrials:
-        """Return what tries splits of a step. A percentage refers to the step as it is."""
+        """Return what tries splits of a step, with eager kernels. A percentage refers to the step as it is."""
         if not self.options.several:
             return trials_of_step(self, self.limit(self.problem_at(step)[1]))
         most = most_in_flight(self._stage(step)[1], self.options)

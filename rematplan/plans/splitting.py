@@ -22,6 +22,7 @@ from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.axis_rules import rule_of
+from rematplan.runtime.split.call_emitter import part_of
 from rematplan.runtime.split.dimension_rules import SUM
 from rematplan.runtime.split.early_backward import scales_gradients
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
@@ -120,9 +121,10 @@ def split_as_planned(problems: StepProblems, step: CapturedStep, ops: Collection
     """Return a step with the splits for which a plan was made. ``ops``: the names of the plan's ops, which tell the
     parts."""
     last: dict[str, int] = {}
-    for name, _, part in (op.partition(".") for op in ops):
-        if part.isdigit():
-            last[name] = max(int(part), last.get(name, 0))
+    for op in ops:
+        if (part := part_of(op)) is not None:
+            name = op.partition(".")[0]
+            last[name] = max(part, last.get(name, 0))
     choice: dict[SplitKind, int] = {}
     for kind in kinds_of(step, splittable(step, find_regions(step))) if last else ():
         for region in kind:

@@ -1,7 +1,8 @@
 """Regions: groups of neighbouring ops that one kernel can compute.
 
 A region is connected and in one half, and its ops have one level: the most calls outside of kernels on a path to
-them. So no path leads out of a region and into it again.
+them. So no path leads out of a region and into it again. Parts of ops that are split along rows are in regions of their
+own: with one kernel for several parts, all of them would exist at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeAlias
 from rematplan.runtime.fuse.computed_again import computed_again, is_cheap
 from rematplan.runtime.fuse.fusible_ops import is_factory, is_fusible, is_inner_view
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.split.call_emitter import part_of
 
 LEAST_CALLS = 2
 """A region of fewer ops stays a call of a library."""
@@ -22,8 +24,9 @@ Group: TypeAlias = tuple[str, ...]
 """The names of the ops of a region, in the captured order."""
 
 
-Place: TypeAlias = tuple[int, bool, bool]
-"""The level of an op, whether it belongs to the backward, and whether it runs after the loss."""
+Place: TypeAlias = tuple[int, bool, bool, int | None]
+"""The level of an op, whether it belongs to the backward, whether it runs after the loss, and its part if it is split
+along rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +67,14 @@ class Regions:
     def _places(self) -> dict[str, Place]:
         """Return, by fusible op, where it is computed. Regions consist of ops of one place."""
         level, late = self._levels(), self.step.after_loss
-        place = {n: (level[n], self.step.call[n].backward, n in late) for n in self.fusible}
+        place = {n: (level[n], self.step.call[n].backward, n in late, part_of(n)) for n in self.fusible}
         for call in reversed(self.step.calls):
             # What only one place of the backward reads is computed there, so that no kernel writes it.
             if call.name in place and call.backward and is_cheap(call):
                 readers = {place.get(r.name) for r in self._readers(call)}
                 (only,) = readers if len(readers) == 1 else (None,)
-                place[call.name] = only or place[call.name]
+                if only and only[-1] == place[call.name][-1]:
+                    place[call.name] = only
         return place
 
     def _with_siblings(
@@ -139,12 +143,16 @@ class Regions:
         return tuple(tuple(names) for names in members.values() if len(names) >= LEAST_CALLS)
 
     def _levels(self) -> dict[str, int]:
-        """Return the level of each call. Ordered calls count as if each read the one before it."""
+        """Return the level of each call. Ordered calls count as if each read the one before it, and to begin or leave a
+        part of a split region counts as a call outside of kernels."""
         level: dict[str, int] = {}
         before: str | None = None
         for call in self.step.calls:
             found = [self.maker[v] for v in call.operands if v in self.maker]
-            level[call.name] = max((level[m.name] + self._ends(m) for m in found), default=0)
+            ends = (self._ends(m) or part_of(m.name) != part_of(call.name) for m in found)
+            level[call.name] = max(
+                (level[m.name] + end for m, end in zip(found, ends, strict=True)), default=0
+            )
             if call.ordered:
                 level[call.name] = max(level[call.name], 0 if before is None else level[before] + 1)
                 before = call.name

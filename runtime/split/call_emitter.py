@@ -13,6 +13,12 @@ from rematplan.runtime.graph.captured_step import Call, Ref, Value
 from rematplan.runtime.split.regions import SplitRegion
 
 
+def part_of(op: str) -> int | None:
+    """Return the number of the part of a region that an op computes, by its name; None for other ops."""
+    _, *parts = op.split(".")
+    return int(parts[0]) if parts and parts[0].isdigit() else None
+
+
 class CannotSplit(ModelError):
     """A region cannot be split, since an op would return another layout. ``region``: the region."""
 

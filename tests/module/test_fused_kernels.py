@@ -409,7 +409,6 @@ def test_a_saved_plan(model: Net, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"split": {"layers": 2}}, "split"),
         ({"inverses": True}, "inverses"),
         ({"policy": ["aten.mm"]}, "a policy"),
         ({"strategy": rematplan.Auto(two_lanes="on")}, "two lanes"),

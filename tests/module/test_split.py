@@ -91,6 +91,27 @@ def test_a_budget_below_one_tensor_of_scores(model: Head, tokens: Tensor, split:
         assert (got[name] - expected[name]).norm() < 1e-6 * expected[name].norm()
 
 
+def test_fused_kernels_of_parts(model: Head, tokens: Tensor, tmp_path: Path) -> None:
+    expected = gradients(model, model, tokens)
+    scores, fixed = 4 * 128 * 4000 * 4, sum(2 * p.nbytes for p in model.parameters())
+    options = {"split": {"head": 4}, "kernels": "fused"}
+    found = planned(model, tokens, budget=fixed + scores, **options)
+    loose = planned(model, tokens, budget=fixed + 3 * scores, **options)
+    rematplan.save_plan(loose.plan, tmp_path / "plan.json")
+    saved = rematplan.SavedPlan(tmp_path / "plan.json")
+    again = planned(model, tokens, budget=None, strategy=saved, split="auto", kernels="fused")
+    assert again.plan.schedule == loose.plan.schedule
+    got, others = gradients(model, found, tokens), gradients(model, loose, tokens)
+    assert "fused_" in found.source
+    assert all(torch.equal(got[name], others[name]) for name in expected)
+    assert all(torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    model.zero_grad(set_to_none=True)
+    del got, others
+    peak, _ = peak_above_entry(lambda: found(tokens).backward(), torch.device("cpu"))
+    assert 0 <= found.plan.peak - (fixed // 2 + tokens.nbytes + peak) <= 64
+    assert found.plan.peak <= fixed + scores
+
+
 def test_a_refusal_says_what_splits_would_need(model: Head, tokens: Tensor) -> None:
     fixed = sum(2 * p.nbytes for p in model.parameters())
     with pytest.raises(InfeasibleBudget, match=r"with split=auto: [0-9.]+ MiB \([0-9]+ bytes\)") as refused:

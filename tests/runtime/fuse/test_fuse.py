@@ -24,6 +24,9 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.split.call_emitter import part_of
+from rematplan.runtime.split.regions import find_regions
+from rematplan.runtime.split.split_step import split_regions, splittable
 
 
 class Uncompiled(Kernels):
@@ -120,24 +123,28 @@ def test_neither_the_peak_nor_the_largest_need_grows(step: CapturedStep, fused: 
     assert no_recompute(after).peak <= no_recompute(before).peak
 
 
-def test_the_same_bits_as_the_ops(step: CapturedStep, fused: FusedStep) -> None:
+def results(step: CapturedStep, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """Run a step without recomputation, and return its loss and gradients."""
+    named = {f"model.{name}": t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    halves = compile_halves(step, no_recompute(problem(step)).schedule)
+    at = {
+        "batch": lambda i: batch,
+        **dict.fromkeys(("parameter", "buffer"), lambda i: named[i.target].detach()),
+    }
+    with torch.no_grad():
+        (loss, *_), held = halves.forward(*(at[i.kind](i) for i in step.inputs if i.kind in at))
+        found, given = {"loss": loss}, [torch.ones(())]
+        for segment in halves.backward:
+            made, held = segment.function(held, *given)
+            found |= {o.target: t for o, t in zip(segment.outputs, made, strict=True)}
+            given = []
+    return found
+
+
+def test_the_same_bits_as_the_ops() -> None:
     model, batch = Net().eval(), torch.randn(4, 6, 8)
     whole = captured(model, batch)
-    named = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-
-    def results(one: CapturedStep) -> dict[str, Tensor]:
-        halves = compile_halves(one, no_recompute(problem(one)).schedule)
-        at = {"batch": lambda i: batch, "parameter": lambda i: named[i.target].detach()}
-        with torch.no_grad():
-            (loss, *_), held = halves.forward(*(at[i.kind](i) for i in one.inputs if i.kind in at))
-            found, given = {"loss": loss}, [torch.ones(())]
-            for segment in halves.backward:
-                made, held = segment.function(held, *given)
-                found |= {o.target: t for o, t in zip(segment.outputs, made, strict=True)}
-                given = []
-        return found
-
-    expected, got = results(whole), results(fuse(whole, Uncompiled()).step)
+    expected, got = results(whole, model, batch), results(fuse(whole, Uncompiled()).step, model, batch)
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
@@ -241,3 +248,39 @@ def test_ops_that_read_no_tensor_of_the_step_are_no_region() -> None:
     fused = fuse(captured(Positions(), torch.randn(4, 6, 8)), Uncompiled())
     assert kernels(fused.step)
     assert all(kernel.ops.region.inputs for kernel in kernels(fused.step))
+
+
+class Weighted(nn.Module):
+    """Rows of large products between norms over all rows, and a factor from before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+        self.weight = nn.Parameter(torch.rand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        y = (x.unsqueeze(-1) * self.weight).softmax(-1).square().sum(-1)
+        return (self.other(y) * x).square().sum()
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(Net, 2), (Gated, 3)])
+def test_each_part_of_split_ops_is_in_regions_of_its_own(kind: type[nn.Module], parts: int) -> None:
+    torch.manual_seed(0)
+    model, batch = kind().eval(), torch.randn(4, 6, 8)
+    step = captured(model, batch)
+    split = split_regions(step, dict.fromkeys(splittable(step, find_regions(step)), parts))
+    found = fuse(split, Uncompiled())
+    numbers = [{part_of(name) for name in region.names} for region in found.kernels]
+    assert all(len(own) == 1 for own in numbers)
+    assert {*range(parts)} <= set[int | None]().union(*numbers)
+    expected, got = results(split, model, batch), results(found.step, model, batch)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_no_region_is_before_and_after_a_part() -> None:
+    step = captured(Weighted(), torch.randn(16, 8))
+    split = split_regions(step, dict.fromkeys(splittable(step, find_regions(step)), 4))
+    found = fuse(split, Uncompiled())
+    assert {None, *range(4)} <= {part_of(name) for region in found.kernels for name in region.names}
+    assert len(found.step.priced_calls) < len(split.priced_calls)
