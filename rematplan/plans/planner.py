@@ -115,7 +115,8 @@ class Planner(StepProblems):
             if not first or self.options.saved or self.options.several:
                 raise
             if self.options.fuses:
-                raise error.changed(floor=f"{error.floor}, with fused kernels") from None
+                of = "fused kernels" if self.options.split == UNSPLIT else "fused kernels and these splits"
+                raise error.changed(floor=f"{error.floor}, with {of}") from None
             raise about_splits(self._with_earlier_gradients(step)[0], step, error) from None
         rounds = bool(changed.notes)
         carries = found.carries and not rounds  # splits and kernels are those of one size

@@ -110,6 +110,8 @@ def test_fused_kernels_of_parts(model: Head, tokens: Tensor, tmp_path: Path) -> 
     peak, _ = peak_above_entry(lambda: found(tokens).backward(), torch.device("cpu"))
     assert 0 <= found.plan.peak - (fixed // 2 + tokens.nbytes + peak) <= 64
     assert found.plan.peak <= fixed + scores
+    with pytest.raises(InfeasibleBudget, match="with fused kernels and these splits"):
+        planned(model, tokens, budget=fixed // 2, **options)
 
 
 def test_a_refusal_says_what_splits_would_need(model: Head, tokens: Tensor) -> None:
