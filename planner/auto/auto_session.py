@@ -48,9 +48,12 @@ class AutoSession:
         progress: Progress,
         starts: Sequence[Plan],
         known: Sequence[Plan] = (),
+        effort: Effort | None = None,
     ) -> None:
         self.options, self.problem, self.budget, self.progress = options, graph, budget, progress
-        self.effort = Effort(options.time_limit, options.moves)
+        # One of many short searches, whose caller has stated its effort and run the block strategies.
+        self.brief = effort is not None
+        self.effort = effort or Effort(options.time_limit, options.moves)
         # What the caller of the strategy passed; ``known`` has further plans.
         self.starts = starts
         self.for_blocks = without_inverses(graph)  # with the stated phases, if any
@@ -63,7 +66,8 @@ class AutoSession:
         cores = (os.cpu_count() or 1) >= SHARES.cores
         # Without phases one search has two threads.
         self.two_threads = graph.has_phases and cores and not options.moves
-        self.proof = Proof(self.bound, self.effort.like(SHARES.bound if cores else 1.0), options.gap)
+        proving = SHARES.proving(self.effort) if self.brief else self.effort
+        self.proof = Proof(self.bound, proving.like(SHARES.bound if cores else 1.0), options.gap)
         self.take((*starts, *known))
         self.refusal = RefusalSearch(
             options, self.problem, graph, starts, self.known, self.take, progress, self.effort
@@ -95,7 +99,7 @@ class AutoSession:
         """Search as `plan` does, but return None if no plan is found that fits."""
         with self.proof:
             try:
-                if not self.finished and not self.solved_exhaustively():
+                if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
                     self.gather()
                     if not self.finished and not self.solved_exhaustively(self.many_states):
                         self.search()
@@ -162,13 +166,14 @@ class AutoSession:
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
-        if self.best is None:  # the annealer works better from any plan that fits, even a costly one
+        if self.best is None and not self.brief:
+            # The annealer works better from any plan that fits, even a costly one.
             self.take(nested_plans(self.for_blocks, self.budget, self.for_block_plans, self.report))
         if self.best is None:
             self.take((self.evicted(),))
-        if self.best is None:
+        if self.best is None and not self.brief:
             self.lower_the_peak()
-        if self.finished:
+        if self.finished or self.brief:
             return
         if self.two_threads and not self.graph.inverses and SHARES.few_ops <= len(self.graph.ops) <= VAST:
             self.anneal(self.graph, SHARES.first_annealing * self.effort.left, alone=True)
@@ -220,9 +225,10 @@ class AutoSession:
     def many_states(self) -> int:
         """The largest number of sets of resident tensors for trying all schedules of a small problem."""
         seconds = self.effort.total / self.effort.of(1.0)
-        return max(MOST_STATES, min(SHARES.states, int(SHARES.states_per_second * seconds)))
+        most = min(SHARES.states, int(SHARES.states_per_second * seconds))
+        return most if self.brief else max(MOST_STATES, most)
 
-    def solved_exhaustively(self, most_states: int = MOST_STATES) -> bool:
+    def solved_exhaustively(self, most_states: int) -> bool:
         """Solve a problem of very few ops by trying all schedules. Return whether that was done; not if order
         is kept.
         """

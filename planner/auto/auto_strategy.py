@@ -102,10 +102,17 @@ class Auto(Strategy):
         compile_kernels(progress)
         return AutoSession(self._options, graph, budget, progress, starts).plan()
 
-    def find(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan] = ()) -> Plan | None:
-        """Return the plan of `plan`, or None if no plan is found that fits. Then no smallest peak is searched for."""
+    def improved(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
+        """Return the cheapest plan found within ``budget`` bytes and ``effort``, in place of the limits of this
+        strategy, or None.
+
+        ``starts`` have the plans of block strategies, which are not run again; nor is the smallest peak searched for.
+        """
         compile_kernels(silent)
-        return AutoSession(self._options, graph, budget, silent, starts).find()
+        options = replace(self._options, moves=effort.moves)
+        return AutoSession(options, graph, budget, silent, starts, effort=effort).find()
 
     def curve(
         self,

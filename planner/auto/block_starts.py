@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.arrays.phases import infer_phases
@@ -15,7 +16,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.planner.strategies.store_all import StoreAll
+from rematplan.planner.strategies.store_all import StoreAll, no_recompute
 
 Rows = tuple[tuple[FamilyStrategy, ...], ...]
 
@@ -41,6 +42,8 @@ VAST_BLOCKS: Rows = (
 number of lower sets, so this number is limited."""
 
 
+FRONT = 12
+"""The largest number of plans from which all searches for one stage of a pipeline begin."""
 LEANEST: FamilyStrategy = ApproxDP(objective="memory")
 """The strategy that makes start plans with a small peak, in addition to `NestedDP`, for problems of up to `VAST` ops.
 """
@@ -60,6 +63,29 @@ def starting_plans(
         if not found or not effort.over:
             found.extend(_first(graph, row, budget, effort, report))
     return pareto(found)
+
+
+def block_front(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
+    """Return undominated plans of all block strategies, for any budget: at most `FRONT`, evenly chosen by rising peak.
+
+    Strategies begin until ``effort`` is spent.
+    """
+    found = [no_recompute(graph), *(Reversible().curve(graph, ()) if graph.inverses else ())]
+
+    def progress(_fraction: float, _text: str) -> None:
+        if effort.over:
+            raise Enough
+
+    blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
+    for row in blocks if infer_phases(graph).has_phases else ():
+        for member in row:
+            with suppress(LatticeTooLarge):
+                if not effort.over:
+                    found += member.family(graph, progress)
+                break
+    front = sorted(pareto(found), key=lambda plan: plan.peak)
+    picks = {round(at * (len(front) - 1) / (FRONT - 1)) for at in range(FRONT)}
+    return tuple(front[at] for at in sorted(picks))
 
 
 def nested_plans(

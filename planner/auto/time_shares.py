@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rematplan.planner.core.effort import Effort
+
 
 @dataclass(frozen=True)
 class TimeShares:
@@ -49,6 +51,9 @@ class TimeShares:
     bound: float = 0.75
     """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
     the whole time."""
+    proof_seconds: float = 0.3
+    """Of many short searches, those of fewer seconds search for no lower bound: the process that solves integer
+    programs takes a tenth of a second to start."""
     first_annealing: float = 0.3
     """The share of the time left for an annealing before the block strategies. If it closes the gap to the lower bound,
     the block strategies are not run."""
@@ -65,6 +70,11 @@ class TimeShares:
     near: float = 0.005
     """A problem of more than `VAST` ops gets no block plans if that from the minimum cut at the loss exceeds the lower
     bound by at most this. It is an overhead: a share of the step's time without recomputation."""
+
+    def proving(self, effort: Effort) -> Effort:
+        """Return the effort for a lower bound in one of many short searches: ``effort``, or nothing if it is too
+        little."""
+        return effort if effort.left >= effort.of(self.proof_seconds) else effort.part(0.0)
 
 
 SHARES = TimeShares()

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.block_starts import block_front
 from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
-from rematplan.planner.bounds.bound_search import lower_bound
+from rematplan.planner.auto.time_shares import SHARES
+from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
@@ -19,32 +21,41 @@ from rematplan.planner.core.strategy import Strategy
 class AutoStages:
     """Plans single stages of a pipeline with the strategy `Auto`; implements `StagePlanner`.
 
-    ``time_limit``: seconds for each call of a method. ``seed``, ``gap``: as in `Auto`.
+    ``time_limit``: the most seconds for each call of a method. ``seed``, ``gap``: as in `Auto`.
     """
 
     time_limit: float = 2.0
     seed: int = Auto.seed
     gap: float = Auto.gap
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+    def starts(self, graph: TrainingGraph, effort: Effort) -> Sequence[Plan]:
+        """Return plans of block strategies, from which searches for any budget begin."""
+        return block_front(graph, self._part(effort))
+
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
         """Return the cheapest plan found whose peak is within ``budget`` bytes, or None. ``starts``: known plans of the
         problem to start from.
         """
-        search = Auto(time_limit=self.time_limit, seed=self.seed, gap=self.gap, reuse=False)
-        return search.find(graph, budget, starts)
+        search = Auto(seed=self.seed, gap=self.gap, reuse=False)
+        return search.improved(graph, budget, starts, self._part(effort))
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
         """Return the plan with the smallest peak that a search from the known plans ``starts`` finds."""
-        plan, interrupted = search_smallest_peak(graph, Effort(self.time_limit), starts)
+        plan, interrupted = search_smallest_peak(graph, self._part(effort), starts)
         if interrupted is not None:
             raise interrupted
         return plan
 
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
+    def floor(self, graph: TrainingGraph, budget: int, effort: Effort) -> float:
         """Return a proven lower bound of the overhead (a share of the time without recomputation) within
         ``budget`` bytes; infinite if no plan fits.
         """
-        return lower_bound(graph, budget, self.time_limit).overhead
+        return BoundSearch(graph, budget).run(SHARES.proving(self._part(effort))).overhead
+
+    def _part(self, effort: Effort) -> Effort:
+        return effort.part(effort.of(self.time_limit))
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,13 @@ class StrategyStages:
 
     strategy: Strategy
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
+        """Return no plans: the strategy needs none to begin with."""
+        return ()
+
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], _effort: Effort
+    ) -> Plan | None:
         """Return the strategy's plan within ``budget`` bytes; None if it has none. ``starts``: plans to start from;
         ignored by strategies that do not search.
         """
@@ -61,7 +78,7 @@ class StrategyStages:
             return self.strategy.plan(graph, budget, starts=starts)
         return None
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], _effort: Effort) -> Plan:
         """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest
         budget that its error states.
         """
@@ -70,6 +87,6 @@ class StrategyStages:
         except InfeasibleBudget as error:
             return self.strategy.plan(graph, error.smallest, starts=starts)
 
-    def floor(self, _graph: TrainingGraph, _budget: int) -> float:
+    def floor(self, _graph: TrainingGraph, _budget: int, _effort: Effort) -> float:
         """Return 0, the lower bound of the overhead of any plan: the overhead of a plan without recomputation is 0."""
         return 0.0

@@ -269,7 +269,7 @@ class PipelineSearch:
         ]
         actions = self.schedule.actions[rank]
         starts, kept = starting_plans(problems, actions) if self.recovers and self.least_kept else ([], [])
-        return RankSearch(problems, actions, budget, self.planner, seconds, starts, kept)
+        return RankSearch(problems, actions, budget, self.planner, Effort(seconds), starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
         """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the other

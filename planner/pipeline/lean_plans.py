@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import TypeVar
 
 from rematplan.ir import TrainingGraph
@@ -28,8 +29,9 @@ HELD = ("kept", "deferred", "loose")
 Group = TypeVar("Group", HeldBytes, TransientBytes)
 REUSE = 3
 """The most searches for a plan with one workspace, if ops may write their results into operands."""
-LeastPlan = Callable[[TrainingGraph, Sequence[Plan]], Plan]
-"""Takes a problem and known plans of it, and returns the plan with the smallest peak that is found."""
+LeastPlan = Callable[[int, TrainingGraph, Sequence[Plan]], Plan | None]
+"""Takes a stage's index, a problem of it and known plans. Returns the plan with the smallest peak that is found, or
+None if there is no search any more."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,20 @@ class _Gap:
     high: _Point
 
 
-def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int, budget: int) -> int:
+def find_lean_plans(
+    candidates: RankCandidates, least: LeastPlan, searches: int, budget: int, order: Sequence[int]
+) -> int:
     """Return the smallest peak (bytes) of the rank that is found. The search ends within ``budget`` or after
-    ``searches``; plans found become candidates.
+    ``searches``; plans found become candidates. ``order``: of the stages.
     """
     gaps = []
-    for at, stage in enumerate(candidates.stages):
+    for reusing, at in product((False, True), order):
+        stage = candidates.stages[at]
+        if reusing and not stage.reusable:
+            continue
         whole = no_recompute(stage.graph).estimate.peak - stage.graph.input_bytes
-        for reusing in (False, True) if stage.reusable else (False,):
-            high, low = (_found(candidates, least, at, reusing, workspace) for workspace in (0, whole))
+        high, low = (_found(candidates, least, at, reusing, workspace) for workspace in (0, whole))
+        if high is not None and low is not None:
             gaps.append(_Gap(at, reusing, low, high))
     for _ in range(searches):
         best = candidates.peak(candidates.leanest())
@@ -75,14 +82,16 @@ def find_lean_plans(candidates: RankCandidates, least: LeastPlan, searches: int,
         gaps.remove(gap)
         low, high = gap.low, gap.high
         found = _found(candidates, least, gap.at, gap.reusing, low.peak - high.kept)
-        if found.kept < high.kept and found.peak < low.peak:
+        if found is not None and found.kept < high.kept and found.peak < low.peak:
             gaps += [replace(gap, high=found), replace(gap, low=found)]
     return candidates.peak(candidates.leanest())
 
 
-def _found(candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool, workspace: int) -> _Point:
+def _found(
+    candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool, workspace: int
+) -> _Point | None:
     """Return a plan with a small peak if the boundary op has ``workspace`` bytes, or its own if those are
-    more. Plans found become candidates.
+    more; None without a search. Plans found become candidates.
     """
     stage = candidates.stages[at]
     own = max(stage.graph.op[stage.boundary].workspace, workspace)
@@ -93,7 +102,9 @@ def _found(candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool,
     # schedule does not free these operands, the next search assumes new tensors for the ops that need more.
     for _ in range(REUSE if reusing else 1):
         graph = real.assuming_reuse(ops).graph
-        plan = least(graph, candidates.starts(at, graph))
+        plan = least(at, graph, candidates.starts(at, graph))
+        if plan is None:
+            break
         resident = [bytes_ - stage.most_reused for bytes_ in resident_bytes(graph, plan.schedule)]
         figures = candidates.take(at, plan)
         if first is None:
@@ -105,7 +116,6 @@ def _found(candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool,
         if ops.isdisjoint(exceeding):
             break
         ops -= exceeding
-    assert first is not None
     return first
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
@@ -16,6 +16,8 @@ from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
+PRICES = 12
+"""How often the price of a kept byte is halved and doubled for choices from which a local search begins."""
 COMBINATIONS = 1000
 """All combinations of one plan for each stage are tried if there are at most this many."""
 
@@ -42,6 +44,8 @@ class RankCandidates:
         # For each stage, the most bytes that a plan may keep from forward to backward.
         self.kept = tuple(kept) or (math.inf,) * len(self.stages)
         self.found: list[list[StageCandidate]] = [[] for _ in self.stages]
+        self.begun: set[int] = set()
+        """The stages whose candidates include the plans from which searches begin."""
 
     def take(self, at: int, plan: Plan) -> StagePlan:
         """Add a plan to the candidates of stage ``at``, and return the memory and times that it has in the
@@ -63,6 +67,8 @@ class RankCandidates:
     def within(self, budget: int) -> Chosen | None:
         """Return the cheapest choice with which the rank needs at most ``budget`` bytes; None if there is none."""
         chosen = self.choose(lambda c: (max(0, self.peak(c) - budget), extra(c), self.peak(c)))
+        if self.peak(chosen) > budget:
+            chosen = self.leanest()  # the other choice may be a local optimum
         return chosen if self.peak(chosen) <= budget else None
 
     def leanest(self) -> Chosen:
@@ -75,7 +81,7 @@ class RankCandidates:
         """
         if math.prod(map(len, self.found)) <= COMBINATIONS:
             return min(product(*self.found), key=key)
-        chosen = tuple(min(found, key=lambda c: c.figures.held.kept) for found in self.found)
+        chosen = min(self._by_price(), key=key)
         better = True
         while better:
             before = key(chosen)
@@ -83,6 +89,19 @@ class RankCandidates:
                 chosen = min(((*chosen[:at], c, *chosen[at + 1 :]) for c in found), key=key)
             better = key(chosen) < before
         return chosen
+
+    def _by_price(self) -> Iterator[Chosen]:
+        """Yield the choice of least kept bytes, and those of least time if each kept byte costs a certain time."""
+        every = [c for found in self.found for c in found]
+        time = max(c.figures.times.extra for c in every) or 1.0
+        scale = time / max(1, *(c.figures.held.kept for c in every))
+        for price in (math.inf, *(scale * 2.0**k for k in range(-PRICES, PRICES + 1))):
+
+            def cost(c: StageCandidate, price: float = price) -> float:
+                own = 0.0 if price == math.inf else c.figures.times.extra / price
+                return own + c.figures.held.kept
+
+            yield tuple(min(found, key=cost) for found in self.found)
 
     def peak(self, chosen: Chosen) -> int:
         """Return the most bytes that the rank holds at any moment of a step if its stages follow these plans."""

@@ -28,7 +28,7 @@ from rematplan.planner.pipeline.actions import RankActions
 from rematplan.planner.pipeline.lean_plans import find_lean_plans
 from rematplan.planner.pipeline.rank_budget_shares import Bounds, RankBudgetShares
 from rematplan.planner.pipeline.rank_candidates import RankCandidates, extra
-from rematplan.planner.pipeline.rank_memory import rank_peak
+from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
@@ -50,6 +50,17 @@ class RankSearchLimits:
     """The largest number of intervals between tried values of κ to halve afterwards."""
     halvings: int = 30
     """The number of bisection steps that find the largest κ at which every stage has enough bytes for some plan."""
+    questions: int = 24
+    """About how many searches for plans and lower bounds of a stage share its part of the effort."""
+    blocks: float = 0.2
+    """The share of this part for the block plans from which the searches begin."""
+    per_op: float = 0.0005
+    """The seconds for each op of a stage that a search for its plans may take at least."""
+    first: float = 0.5
+    """The share of the effort after which the search ends if no plan within the budget is found. The rest is for plans
+    with a small peak."""
+    little: float = 1 / 64
+    """The share of the bytes that plans of all stages can save below which no plans of a stage are searched for."""
     reuse: int = 3
     """The number of plans to search for at each value of κ if ops may write their results into operands."""
     lowered: int = 24
@@ -64,19 +75,26 @@ LIMITS = RankSearchLimits()
 
 
 class StagePlanner(Protocol):
-    """Plans single stages of a pipeline, each as a planning problem. ``starts``: known plans of the problem."""
+    """Plans single stages of a pipeline, each as a planning problem. ``starts``: known plans of the problem.
+    ``effort``: what a search may do.
+    """
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
+    def starts(self, graph: TrainingGraph, effort: Effort) -> Sequence[Plan]:
+        """Return plans from which searches for any budget begin."""
+
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
         """Return the cheapest plan found whose peak is within ``budget`` bytes, or None. ``starts``: known plans of the
         problem to start from.
         """
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
         """Return the plan with the smallest peak that is found. ``starts``: known plans of the problem to
         start from.
         """
 
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
+    def floor(self, graph: TrainingGraph, budget: int, effort: Effort) -> float:
         """Return a proven lower bound of the overhead (a share of the time without recomputation) within
         ``budget`` bytes; infinite if no plan fits.
         """
@@ -108,15 +126,14 @@ class RankSearch:
         actions: RankActions,
         budget: int,
         planner: StagePlanner,
-        seconds: float = math.inf,
+        effort: Effort | None = None,
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        # ``seconds``: for cheap plans within the budget. If there are none, searches for the smallest budget
-        # take up to five times as long. ``starts``: known plans of each stage. ``kept``: for each stage, the
-        # most bytes that a plan may keep from forward to backward; empty: no limit. Some known plan of each
-        # stage must keep no more.
-        self.seconds, self.effort = seconds, Effort()
+        # ``effort``: of all searches together, also for other budgets; None: no limit. ``starts``: known plans
+        # of each stage. ``kept``: for each stage, the most bytes that a plan may keep from forward to backward;
+        # empty: no limit. Some known plan of each stage must keep no more.
+        self.effort = self.part = effort or Effort()
         self.stages, self.budget, self.planner = tuple(stages), budget, planner
         self.known = RankCandidates(stages, actions, kept)
         for at, stage in enumerate(self.stages):
@@ -138,14 +155,16 @@ class RankSearch:
         """
         best = self.known.within(self.budget)
         if best is None or extra(best) > 0:
+            self._search()
+            best = self.known.within(self.budget)
+        if best is None:
             smallest = self.smallest if thorough else self.lean
-            if thorough and smallest > self.budget:
-                cheap = self._least_cheap(smallest)
+            if smallest > self.budget:
+                cheap = self._least_cheap(smallest) if thorough else 0
                 raise InfeasibleBudget("in_flight", self.budget, smallest, "searched", cheap=cheap)
             self._search()
             best = self.known.within(self.budget)
-            if best is None:
-                raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
+            assert best is not None
         figures, plans = tuple(c.figures for c in best), tuple(c.plan for c in best)
         floor = min(extra(best), self._floor()) if extra(best) > 0 else 0.0
         return RankPlan(figures, plans, self.known.peak(best), extra(best), floor)
@@ -158,7 +177,8 @@ class RankSearch:
             self._search()
             best = self.known.within(self.budget)
         if best is None:
-            smallest = find_lean_plans(self.known, self.planner.least, 0, self.budget)
+            self.part = self.effort
+            smallest = find_lean_plans(self.known, self._least, 0, self.budget, self._order)
             best = self.known.within(self.budget)
         if best is None:
             raise InfeasibleBudget("in_flight", self.budget, smallest, "searched")
@@ -174,7 +194,7 @@ class RankSearch:
         # The budget only ends this loop. So a search with the result as its budget finds plans, and one with
         # a byte less does not, if each planning of a stage has the same result again.
         for _ in range(LIMITS.descents):
-            if peak <= self.budget:
+            if peak <= self.budget or self.effort.over:
                 break
             self.with_budget(peak - 1)._search()
             before, peak = peak, self.known.peak(self.known.leanest())
@@ -186,7 +206,16 @@ class RankSearch:
     def lean(self) -> int:
         """The smallest peak of the rank, in bytes, after the search for lean plans (`find_lean_plans`), which begins
         when this property is first read."""
-        return find_lean_plans(self.known, self.planner.least, LIMITS.lowered, self.budget)
+        self.part = self.effort.part(LIMITS.first * self.effort.left)
+        self._begin()
+        return find_lean_plans(self.known, self._least, LIMITS.lowered, self.budget, self._order)
+
+    def _least(self, at: int, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan | None:
+        """Return a plan of a stage with a small peak; None if the effort is spent, or recomputation saves little in
+        the stage."""
+        if self._late or not self._gains[at]:
+            return None
+        return self.planner.least(graph, starts, self._question(at))
 
     def _least_cheap(self, smallest: int) -> int:
         """Return the smallest peak (bytes) of plans found whose recomputation takes at most `CHEAP` of the
@@ -203,22 +232,28 @@ class RankSearch:
 
         low, high = smallest, peak()
         for _ in range(LIMITS.cheaper):
-            other = self.with_budget((low + high) // 2, self.seconds / LIMITS.cheaper)
+            if self.effort.over:
+                break
+            other = self.with_budget((low + high) // 2)
             other._search()
             low, high = (low, peak()) if peak() <= other.budget else (other.budget, high)
         return high
 
-    def with_budget(self, budget: int, seconds: float | None = None) -> RankSearch:
-        """Return a search like this one for another budget in bytes. Both share their candidates."""
+    def with_budget(self, budget: int) -> RankSearch:
+        """Return a search like this one for another budget in bytes. Both share their candidates and their effort."""
         other = copy(self)
-        other.budget, other.seconds = budget, self.seconds if seconds is None else seconds
+        other.budget = budget
         return other
 
     def _search(self) -> None:
         """Plan the stages with several limits of the bytes kept between forward and backward. Plans found
         become candidates.
         """
-        self.effort = Effort(self.seconds)
+        fits = self.known.within(self.budget) is not None
+        if fits and self.effort.over:
+            return
+        self.part = self.effort.part((1.0 if fits else LIMITS.first) * self.effort.left)
+        self._begin()
         most = self._share(self._least_room)
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         guess = min(most, self._share(self._even_room))
@@ -226,6 +261,8 @@ class RankSearch:
             self._try(share)
             if self._late:
                 break
+        if self.known.within(self.budget) is not None:
+            self.part = self.effort
         shares = sorted({*shares, guess})
         self.intervals = {(low, high): self._floors(low, high) for low, high in pairwise((0.0, *shares))}
         # Halve the interval between limits that has the least lower bound, while one below the best plans'
@@ -248,9 +285,39 @@ class RankSearch:
             for part in ((low, middle), (middle, high)):
                 self.intervals[part] = self._floors(*part)
 
+    def _begin(self) -> None:
+        """Let the plans from which searches begin be candidates, once."""
+        for at in self._order:
+            if self._gains[at] and at not in self.known.begun:
+                self.known.begun.add(at)
+                amount = LIMITS.blocks * self._gains[at] * self.effort.total
+                for plan in self.planner.starts(self.stages[at].graph, self.part.part(amount)):
+                    self.known.take(at, plan)
+
+    @cached_property
+    def _gains(self) -> tuple[float, ...]:
+        """For each stage, its share of the bytes that plans of all stages can save; 0 if it is `LIMITS.little`."""
+        most = in_flight(self.known.actions)
+        saved = []
+        for stage, whole in zip(self.stages, self.rank.all, strict=True):
+            kept = most.get(whole.stage, 0) * max(0, whole.held.kept - stage.least_kept)
+            saved.append(kept + max(0, no_recompute(stage.graph).peak - _least_bytes(stage)))
+        shares = [bytes_ / max(1, sum(saved)) for bytes_ in saved]
+        return tuple(share if share > LIMITS.little else 0.0 for share in shares)
+
+    @property
+    def _order(self) -> list[int]:
+        """The stages in which recomputation saves most come first."""
+        return sorted(range(len(self.stages)), key=lambda at: -self._gains[at])
+
+    def _question(self, at: int) -> Effort:
+        """Return the effort for one search for plans, or one lower bound, of a stage."""
+        least = self.part.of(LIMITS.per_op * len(self.stages[at].graph.ops))
+        return self.part.part(max(least, self._gains[at] * self.effort.total / LIMITS.questions))
+
     @property
     def _late(self) -> bool:
-        return self.effort.over
+        return self.part.over
 
     def _middle(self, interval: tuple[float, float]) -> list[Bounds]:
         return self.rank.bounds(sum(interval) / 2)
@@ -294,7 +361,7 @@ class RankSearch:
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.stage_budget(at, self.budget, bounds)
-            if room >= _least_bytes(stage):
+            if self._gains[at] and room >= _least_bytes(stage):
                 self._plan(at, room, bounds[at])
 
     def _plan(self, at: int, room: int, bounds: Bounds) -> None:
@@ -306,7 +373,8 @@ class RankSearch:
         for searches_left in reversed(range(LIMITS.reuse if reusing else 1)):
             reusing = reusing if searches_left else set()
             graph = stage.assuming_reuse(reusing).bounded(room + stage.most_reused, *bounds)
-            plan = self.planner.within(graph, room + stage.most_reused, self.known.starts(at, graph))
+            starts, effort = self.known.starts(at, graph), self._question(at)
+            plan = self.planner.within(graph, room + stage.most_reused, starts, effort)
             if plan is None:
                 continue
             self.known.take(at, plan)
@@ -339,8 +407,10 @@ class RankSearch:
             else:
                 room += stage.most_reused
                 graph = stage.reusing.bounded(room, kept)
-                quick = self._late  # then a bound without a search
-                overhead = CutBounds(graph, room).best.overhead if quick else self.planner.floor(graph, room)
+                if self._late or not self._gains[at]:  # a bound without a search
+                    overhead = CutBounds(graph, room).best.overhead
+                else:
+                    overhead = self.planner.floor(graph, room, self._question(at))
                 floors.append(max(0.0, overhead) * stage.graph.base_cost)
         return tuple(floors)
 

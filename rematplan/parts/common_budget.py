@@ -6,6 +6,7 @@ What the rest holds is charged during the whole step.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -17,19 +18,20 @@ from rematplan.module.given_plan import ops_of
 from rematplan.parts.around_parts import NOTHING, AroundParts
 from rematplan.parts.live_bytes import bytes_of
 from rematplan.parts.rehearsal import EqualParts, Rehearsed
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.rank_budget_shares import RankBudgetShares
 from rematplan.planner.pipeline.rank_memory import rank_peak
-from rematplan.planner.pipeline.rank_search import RankSearch
+from rematplan.planner.pipeline.rank_search import LIMITS, RankSearch
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import LEAN
 from rematplan.plans.held_by_others import GRADIENTS, Reserved
-from rematplan.plans.in_flight import stage_planner
+from rematplan.plans.in_flight import common_effort, stage_planner
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
@@ -43,7 +45,8 @@ from rematplan.runtime.problem.loss_memory import COPIES
 MARGIN = 1 / 8
 """The share of the rest's measured bytes that is charged in addition, since its sizes may depend on values."""
 FIRST = 5.0
-"""The most seconds of search before the first step, unless ``refine`` is false: no later search replaces the plans."""
+"""The most seconds of search before the first step, where quickly found plans may serve: no later search replaces the
+plans."""
 
 
 @dataclass(eq=False)
@@ -78,16 +81,22 @@ class PlannedPart:
             if not self.excess(problem.measured(plan)):
                 return StepPlan(form, plan)
         room = self.room - self.problem.graph.input_bytes + problem.graph.input_bytes
-        search = stage_planner(self.planner.options.strategy, self.planner.options.time_limit)
-        found = search.within(problem.bounded(room, self.figures.held.kept), room, ())
+        search, effort = stage_planner(self.planner.options.strategy), common_effort(self.planner.options)
+        graph = problem.bounded(room, self.figures.held.kept)
+        found = search.within(
+            graph, room, search.starts(graph, self._question(effort)), self._question(effort)
+        )
         if found is None:
-            found = search.least(problem.with_boundary_workspace(room), ())
+            found = search.least(problem.with_boundary_workspace(room), (), self._question(effort))
             if excess := self.excess(problem.measured(found)):
                 warn(
                     f"{step.name} is called with other sizes than those for which the budget was divided, and "
                     f"{excess}: this step may exceed the budget"
                 )
         return StepPlan(form, found)
+
+    def _question(self, effort: Effort) -> Effort:
+        return effort.part(effort.total / LIMITS.questions)
 
     def excess(self, figures: StagePlan) -> str:
         """Return in words what a plan of these figures needs beyond its share of the budget; empty if nothing."""
@@ -166,7 +175,60 @@ class CommonPlan:
         )
 
 
-def common_plan(
+@dataclass(frozen=True)
+class CommonSearch:
+    """The search for plans of a model's parts under one budget. Searches for several budgets share effort and plans."""
+
+    rehearsed: Rehearsed
+    planner: Planner
+    """Makes the problems of the parts."""
+    forms: Mapping[EqualParts, CapturedStep]
+    """The steps with inverses, in the order of the stages."""
+    search: RankSearch
+    least: int
+    """The bytes of the optimizer's step."""
+    always: int
+    """The bytes that what is around the parts holds during the whole step."""
+
+    def plan(self, budget: int | None = None) -> CommonPlan:
+        """Return the plans within ``budget`` bytes, or within those that were asked for if it is None;
+        `InfeasibleBudget` if none fit."""
+        search = self.search if budget is None else self.search.with_budget(budget)
+        if self.least > search.budget:
+            smallest = max(self.least, search.with_budget(self.least).smallest)
+            raise InfeasibleBudget("parts", search.budget, smallest, "proven")
+        try:
+            found = search.run()
+        except InfeasibleBudget as error:
+            raise error.changed(strategy=f"{self.planner.options.strategy.name} in parts") from None
+        stages, calls = search.stages, Counter(group for _, group in self.rehearsed.calls)
+        shares = RankBudgetShares(stages, search.rank.actions, tuple(found.stages))
+        bounds = [(one.held.kept, one.held.deferred) for one in found.stages]
+        planned = {
+            group: PlannedPart(
+                group.step,
+                stages[at],
+                found.stages[at],
+                StepPlan(form, found.plans[at]),
+                shares.stage_budget(at, search.budget, bounds),
+                self.planner,
+            )
+            for at, (group, form) in enumerate(self.forms.items())
+        }
+        kept = sum(one.held.kept * calls[group] for one, group in zip(search.rank.all, planned, strict=True))
+        base = sum(stage.graph.base_cost for stage in stages)
+        return CommonPlan(
+            self.rehearsed,
+            planned,
+            max(found.peak, self.least),
+            search.budget,
+            self.always + max(max(one.before, one.during) for one in search.rank.actions),
+            found.extra / base if base else 0.0,
+            kept / max(1, kept + self.rehearsed.rest),
+        )
+
+
+def common_search(
     rehearsed: Rehearsed,
     asked: PlanOptions,
     named: Mapping[str, torch.Tensor],
@@ -174,61 +236,27 @@ def common_plan(
     *,
     accumulating: bool,
     around: AroundParts = NOTHING,
-) -> CommonPlan:
-    """Plan the parts of a model under one budget; `InfeasibleBudget` if none fits."""
-    own = of_part(asked)
-    calls = Counter(group for _, group in rehearsed.calls)
-    groups = list(calls)
-    made = {}
-    for number, group in enumerate(groups):
-        planner = Planner(own)
-        form, problem = part_problem(group.step, planner, number, calls[group])
+) -> CommonSearch:
+    """Return the search, not run yet, for the plans of a model's parts. ``fixed``: the budget in bytes, if it is known
+    already."""
+    planner, calls = Planner(of_part(asked)), Counter(group for _, group in rehearsed.calls)
+    forms, stages = {}, []
+    for number, (group, times) in enumerate(calls.items()):
+        forms[group], problem = part_problem(group.step, planner, number, times)
         if (left := around.left.get(group.names[0])) is not None:
             standing = replace(problem.template.standing, left=left)
             problem = replace(problem, template=replace(problem.template, standing=standing))
-        made[group] = planner, form, problem
-    loss = _loss(rehearsed, asked)
+        stages.append(problem)
     always, stepping = _always(asked, named, accumulating=accumulating)
-    stages = [problem for _, _, problem in made.values()]
     charged = stages[0].template.adding(
         states=always + around.always + rehearsed.repeated,
         ending=_charged(rehearsed.given, rehearsed.ending) + around.ending,
     )
     stages[0] = replace(stages[0], template=charged)
-    actions = _actions(rehearsed, groups, loss, around)
+    actions = _actions(rehearsed, [*forms], _loss(rehearsed, asked), around)
     least = always + _gradients(rehearsed, named) + stepping
     search = _searching(stages, actions, asked, fixed, least)
-    if least > search.budget:
-        raise InfeasibleBudget("parts", search.budget, max(least, search.smallest), "proven")
-    try:
-        found = search.run()
-    except InfeasibleBudget as error:
-        raise error.changed(strategy=f"{asked.strategy.name} in parts") from None
-    shares = RankBudgetShares(tuple(stages), actions, tuple(found.stages))
-    bounds = [(one.held.kept, one.held.deferred) for one in found.stages]
-    planned = {
-        group: PlannedPart(
-            group.step,
-            stages[at],
-            found.stages[at],
-            StepPlan(made[group][1], found.plans[at]),
-            shares.stage_budget(at, search.budget, bounds),
-            made[group][0],
-        )
-        for at, group in enumerate(groups)
-    }
-    whole = [stage.measured(no_recompute(stage.graph)) for stage in stages]
-    kept = sum(one.held.kept * calls[group] for one, group in zip(whole, groups, strict=True))
-    base = sum(stage.graph.base_cost for stage in stages)
-    return CommonPlan(
-        rehearsed,
-        planned,
-        max(found.peak, least),
-        search.budget,
-        around.always + max(max(one.before, one.during) for one in actions),
-        found.extra / base if base else 0.0,
-        kept / max(1, kept + rehearsed.rest),
-    )
+    return CommonSearch(rehearsed, planner, forms, search, least, around.always)
 
 
 def of_part(asked: PlanOptions) -> PlanOptions:
@@ -319,12 +347,10 @@ def _searching(
 ) -> RankSearch:
     """Return the search for the parts' plans within the budget. ``least``: the bytes of the optimizer's step."""
 
-    seconds = min(asked.time_limit, FIRST) if asked.refine else asked.time_limit
+    effort = common_effort(asked, FIRST if asked.takes_quick_plans else math.inf)
 
     def search(budget: int) -> RankSearch:
-        return RankSearch(
-            stages, actions, budget, stage_planner(asked.strategy, seconds, len(stages)), seconds
-        )
+        return RankSearch(stages, actions, budget, stage_planner(asked.strategy), effort)
 
     stated = asked.stated_budget()
     if fixed is not None:

@@ -25,7 +25,7 @@ from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.around_parts import accumulates, around_parts
-from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_plan, of_part
+from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
 from rematplan.parts.left_tensors import attribute_tensors
 from rematplan.parts.live_bytes import bytes_of
 from rematplan.parts.patched import Patches
@@ -259,14 +259,15 @@ class PlannedParts:
         named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
         around = around_parts(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
-        plan = partial(common_plan, rehearsed, options, named, accumulating=sums, around=around)
+        fixed = store.fixed.get(self.planner.budget_key)
+        search = common_search(rehearsed, options, named, fixed, accumulating=sums, around=around)
         try:
-            made = plan(store.fixed.get(self.planner.budget_key))
+            made = search.plan()
         except InfeasibleBudget as error:
             is_optional = isinstance(self.error, CapturedAnew) and not self._divisions
             if is_optional or reaction(options, first=not (self._divisions or store)) == RAISE:
                 raise
-            made = plan(error.smallest)
+            made = search.plan(error.smallest)
             warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")
             return Division(model, made, options)
         if options.stated_budget().is_percentage:

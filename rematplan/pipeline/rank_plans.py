@@ -21,7 +21,7 @@ from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, plans_of_ranks
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
-from rematplan.plans.in_flight import stage_planner, trial_of_rank
+from rematplan.plans.in_flight import common_effort, stage_planner, trial_of_rank
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
@@ -128,10 +128,10 @@ def _search(
 ) -> RankSearch:
     """Return a search, not run yet, for plans of a rank's stages."""
     problems = [parts[s].problem for s in order.stage_of_rank[rank]]
-    actions, seconds = order.actions[rank], asked.time_limit
+    actions = order.actions[rank]
     starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
-    planner = stage_planner(asked.strategy, seconds, len(problems))
-    return RankSearch(problems, actions, budget, planner, seconds, starts, kept)
+    planner, effort = stage_planner(asked.strategy), common_effort(asked)
+    return RankSearch(problems, actions, budget, planner, effort, starts, kept)
 
 
 def with_splits(

@@ -3,10 +3,12 @@ backward."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
@@ -21,16 +23,22 @@ from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_memory import LossMemory
 
-QUESTIONS = 24
-"""About how many searches for plans and lower bounds of a stage share the time limit."""
+SHORTEST = 1.0
+"""Seconds that the searches of one planning may always take, even if the time limit is shorter."""
 
 
-def stage_planner(strategy: Strategy, seconds: float, stages: int = 1) -> StagePlanner:
-    """Return an object that plans the stages of a rank. `Auto` divides ``seconds`` equally among `QUESTIONS`
-    searches for each stage."""
+def stage_planner(strategy: Strategy) -> StagePlanner:
+    """Return an object that plans the stages of a rank."""
     if not isinstance(strategy, Auto):
         return StrategyStages(strategy)
-    return AutoStages(seconds / (QUESTIONS * stages), strategy.seed, strategy.gap)
+    return AutoStages(math.inf, strategy.seed, strategy.gap)
+
+
+def common_effort(asked: PlanOptions, most: float = math.inf) -> Effort:
+    """Return what all searches of one planning may do together: the moves that the strategy counts, or its seconds, at
+    most ``most``, at least `SHORTEST`."""
+    moves = asked.strategy.counted if isinstance(asked.strategy, Auto) else 0
+    return Effort(moves=moves) if moves else Effort(max(SHORTEST, min(asked.time_limit, most)))
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
@@ -79,13 +87,18 @@ def _actions(asked: PlanOptions) -> RankActions:
 
 def search_in_flight(problem: StageProblem, most: int, asked: PlanOptions) -> RankSearch:
     """Return a search, not run yet, for a plan of a step with several micro-batches in flight within ``most`` bytes."""
-    seconds = asked.time_limit
-    return RankSearch([problem], _actions(asked), most, stage_planner(asked.strategy, seconds), seconds)
+    planner = stage_planner(asked.strategy)
+    return RankSearch([problem], _actions(asked), most, planner, common_effort(asked))
 
 
 def trial_of_rank(graph: TrainingGraph, search: RankSearch) -> SplitTrial:
     """Return a trial of splits in one stage of a rank. ``graph``: the stage's problem."""
-    return SplitTrial(graph, search.kept_peak, search.brief_overhead)
+
+    def overhead() -> float:
+        search.effort.begin()  # other trials may have run since it was made
+        return search.brief_overhead()
+
+    return SplitTrial(graph, search.kept_peak, overhead)
 
 
 def plan_in_flight(step: CapturedStep, problem: StageProblem, most: int, asked: PlanOptions) -> StepPlan:

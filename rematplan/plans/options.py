@@ -224,10 +224,9 @@ SAVED = Condition("a saved plan", lambda o: o.saved is not None)
 NOT_IN_STAGES = (
     TWO_LANES,
     SAVED,
-    Condition("counted moves of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.counted > 0),
     Condition("keep_order of auto", lambda o: isinstance(o.strategy, Auto) and o.strategy.keep_order),
 )
-"""What the search for plans of a pipeline's rank does not follow: it divides seconds among many small searches."""
+"""What the search for plans of a pipeline's rank does not follow."""
 EXCLUDED = (
     *((SEVERAL, one) for one in NOT_IN_STAGES),
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),

@@ -46,6 +46,18 @@ def test_the_plans_within_the_least_budget_begin_with_those_that_found_it(
     assert plan.peak <= plan.budget
 
 
+def test_with_counted_moves_the_plans_of_parts_are_always_the_same() -> None:
+    found = []
+    for _ in range(2):
+        numpy.random.seed(0)
+        asked = SETTINGS | {"budget": "85%", "strategy": rematplan.Auto(moves=20_000)}
+        model = rematplan.apply(Dropping(), **asked)
+        model(torch.randn(64, 16)).backward()
+        plan = runner_of(model).parts.last.plan
+        found.append((plan.peak, *(part.made.plan.schedule for part in plan.parts.values())))
+    assert found[0] == found[1]
+
+
 class Matching(nn.Module):
     """Checks its activations, and then lists them."""
 

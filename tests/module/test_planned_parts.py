@@ -831,7 +831,6 @@ def test_refusals() -> None:
         in_parts(model, "80%", modules="layers.*")
     for options, name in (
         ({"statistics": rematplan.Kronecker()}, "statistics"),
-        ({"strategy": rematplan.Auto(deterministic=True)}, "counted moves of auto"),
         ({"strategy": rematplan.Auto(keep_order=True)}, "keep_order of auto"),
     ):
         with pytest.raises(UsageError, match=f"{name} cannot be combined"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 import weakref
 from typing import Any
@@ -22,7 +23,7 @@ from rematplan.planner.pipeline.rank_memory import rank_peak
 from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.strategies.approx_dp import ApproxDP
-from rematplan.plans.in_flight import QUESTIONS, stage_planner, with_in_flight
+from rematplan.plans.in_flight import stage_planner, with_in_flight
 from rematplan.plans.stage_problems import stage_problem
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import peak_above_entry
@@ -225,11 +226,6 @@ def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int
         ({"in_flight": 0}, "in_flight must be 1 or more"),
         ({"in_flight": 2, "strategy": rematplan.Auto(two_lanes="on")}, "cannot be combined with two lanes"),
         ({"in_flight": 2, "strategy": rematplan.SavedPlan("x.json")}, "cannot be combined with a saved plan"),
-        ({"in_flight": 2, "strategy": Auto(moves=10)}, "cannot be combined with counted moves of auto"),
-        (
-            {"deferred": 1, "strategy": Auto(deterministic=True)},
-            "cannot be combined with counted moves of auto",
-        ),
         ({"in_flight": 2, "strategy": Auto(keep_order=True)}, "cannot be combined with keep_order of auto"),
         ({"in_flight": 2, "on_infeasible": "least"}, "cannot be combined with on_infeasible"),
         ({"in_flight": 2, "budget": "min"}, "in bytes or as a percentage"),
@@ -400,10 +396,9 @@ def test_the_peak_does_not_grow_with_the_number_of_micro_batches(monkeypatch: py
     assert rank_peak(actions, found[0].stages) == found[0].peak
 
 
-def test_the_searches_of_a_rank_share_the_time_limit() -> None:
-    assert stage_planner(Auto(), 3.0, stages=2) == AutoStages(3.0 / (2 * QUESTIONS))
-    assert stage_planner(Auto(seed=3, gap=0.1), QUESTIONS) == AutoStages(1.0, 3, 0.1)
-    assert stage_planner(ApproxDP(), 3.0) == StrategyStages(ApproxDP())
+def test_stages_are_planned_by_the_strategy() -> None:
+    assert stage_planner(Auto(seed=3, gap=0.1)) == AutoStages(math.inf, 3, 0.1)
+    assert stage_planner(ApproxDP()) == StrategyStages(ApproxDP())
 
 
 def test_an_op_that_adds_to_a_gradient_runs_only_once() -> None:

@@ -18,6 +18,7 @@ from test_stage_slices import one_op_a_block
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.planner.core import effort
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.pipeline import choose_cuts, rank_search
 from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms
@@ -33,20 +34,25 @@ from rematplan.runtime.pipeline import action_lists
 class Blocks:
     """Plans by blocks, quick and the same each time."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
-        del starts
+    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
+        return ()
+
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
+        del starts, effort
         return min(
             (p for p in (*ExactDP().curve(graph, ()), no_recompute(graph)) if p.estimate.peak <= budget),
             key=lambda p: p.estimate.cost,
             default=None,
         )
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
-        del starts
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
+        del starts, effort
         return min((*ExactDP().curve(graph, ()), no_recompute(graph)), key=lambda p: p.estimate.peak)
 
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
-        del graph, budget
+    def floor(self, graph: TrainingGraph, budget: int, effort: Effort) -> float:
+        del graph, budget, effort
         return 0.0
 
 
@@ -130,8 +136,8 @@ def test_no_rank_and_no_cuts_take_the_time_of_others(monkeypatch: pytest.MonkeyP
 
     class Slow(RankSearch):
         def run(self, thorough: bool = True) -> RankPlan:
-            given.append(self.seconds)
-            now[0] += self.seconds
+            given.append(self.effort.total)
+            now[0] += self.effort.total
             return super().run(thorough)
 
     monkeypatch.setattr(choose_cuts, "RankSearch", Slow)

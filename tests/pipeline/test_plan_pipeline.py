@@ -68,7 +68,6 @@ def planned(
         ({"budget": "min"}, UsageError, "budget 'min' is not possible here"),
         ({"strategy": rematplan.Auto(two_lanes="on")}, UsageError, "cannot be combined with two lanes"),
         ({"strategy": rematplan.SavedPlan("x.json")}, UsageError, "cannot be combined with a saved plan"),
-        ({"strategy": rematplan.Auto(moves=9)}, UsageError, "cannot be combined with counted moves of auto"),
         ({"split": "auto", "plans": {}}, UsageError, "plans has no plan of stage 0"),
         ({"split": {"block": 2}}, UsageError, "no stage has ops of a module 'block'; similar: blocks"),
         (

@@ -18,13 +18,14 @@ from replay import replayed
 from stage_chains import WEIGHTS, chain_stage, in_turn, overwritable, overwriting
 
 from rematplan.ir import CHEAP, InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
 from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_forward_one_backward
 from rematplan.planner.pipeline.rank_memory import rank_peak
-from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch
+from rematplan.planner.pipeline.rank_search import LIMITS, RankPlan, RankSearch
 from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.anneal import Anneal
@@ -34,24 +35,31 @@ from rematplan.planner.strategies.store_all import no_recompute
 class Exact:
     """Plans tiny problems by looking at all schedules."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
-        del starts
+    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
+        return ()
+
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
+        del starts, effort
         found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
         assert found is not None
         if found.cost == math.inf:
             return None
         return plan_from_runs(graph, found.runs, "exact")
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
         low, high = graph.input_bytes - 1, no_recompute(graph).estimate.peak
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.within(graph, middle, starts) is None else (low, middle)
-        plan = self.within(graph, high, starts)
+            low, high = (
+                (middle, high) if self.within(graph, middle, starts, effort) is None else (low, middle)
+            )
+        plan = self.within(graph, high, starts, effort)
         assert plan is not None
         return plan
 
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
+    def floor(self, graph: TrainingGraph, budget: int, _effort: Effort) -> float:
         found = exhaustive(replace(graph, never_rerun=()), budget, 20_000)
         return 0.0 if found is None else found.cost / graph.base_cost - 1
 
@@ -239,10 +247,10 @@ def test_a_result_that_is_written_into_an_operand_is_counted_once() -> None:
 class OnlyFloors(Exact):
     """Finds no plans, so that only known ones are candidates."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> None:
-        del graph, budget, starts
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort) -> None:
+        del graph, budget, starts, effort
 
-    def least(self, graph: TrainingGraph, starts: Sequence[Plan]) -> Plan:
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
         return min((no_recompute(graph), *starts), key=lambda plan: plan.estimate.peak)
 
 
@@ -274,6 +282,57 @@ def test_a_refusal_names_a_budget_at_which_little_is_recomputed() -> None:
     cheap = refused.value.cheap
     assert refused.value.smallest < cheap <= 140 < rank_peak(in_turn(3, 6), [all_kept(stage)]) == 165
     assert searched([stage], 3, cheap).extra <= CHEAP * stage.graph.base_cost
+
+
+class Working(OnlyFloors):
+    """Takes all the effort that each search may take, and notes it by the search's problem."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, float]] = []
+
+    def _work(self, graph: TrainingGraph, effort: Effort) -> None:
+        self.taken.append((len(graph.ops), effort.left))
+        effort.charge(moves=int(effort.left))
+
+    def starts(self, graph: TrainingGraph, effort: Effort) -> Sequence[Plan]:
+        self._work(graph, effort)
+        return ()
+
+    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort) -> None:
+        del budget, starts
+        self._work(graph, effort)
+
+    def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
+        self._work(graph, effort)
+        return super().least(graph, starts, effort)
+
+    def floor(self, graph: TrainingGraph, budget: int, effort: Effort) -> float:
+        del budget
+        self._work(graph, effort)
+        return 0.0
+
+
+def test_all_searches_of_a_rank_share_one_effort() -> None:
+    """A stage in which recomputation saves next to nothing is not searched; else more where more can be saved."""
+    large, small, tiny = (
+        replace(free(chain_stage([bytes_] * layers, [1.0] * layers)), template=StagePlan(number))
+        for number, (bytes_, layers) in enumerate(((4000, 6), (2000, 4), (1, 3)))
+    )
+    stages, planner = [large, small, tiny], Working()
+    turns = zip(*(in_turn(2, 4, stage=number) for number in range(3)), strict=True)
+    actions = tuple(action for turn in turns for action in turn)
+    whole = rank_peak(actions, [all_kept(stage) for stage in stages])
+    total = 10_000
+    with pytest.raises(InfeasibleBudget):
+        RankSearch(stages, actions, whole // 2, planner, Effort(moves=total)).run()
+    sums = {
+        stage.stage: math.fsum(moves for ops, moves in planner.taken if ops == len(problem.graph.ops))
+        for stage, problem in ((all_kept(one), one) for one in stages)
+    }
+    assert (
+        total / 2 < sum(sums.values()) <= total + 2 * LIMITS.per_op * MOVES_PER_SECOND * len(large.graph.ops)
+    )
+    assert sums[0] > sums[1] > 0 == sums[2]
 
 
 def test_the_stages_of_a_rank_share_one_budget() -> None:
@@ -319,11 +378,13 @@ def test_a_deferred_micro_batch_is_charged_what_its_weight_gradients_need(w: int
 class Deferring(Exact):
     """Of the ops that the exhaustive search does not run twice at all it knows nothing: annealing does."""
 
-    def within(self, graph: TrainingGraph, budget: int, starts: Sequence[Plan]) -> Plan | None:
-        del starts
+    def within(
+        self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
+    ) -> Plan | None:
+        del starts, effort
         with suppress(InfeasibleBudget):
             return Anneal(time_limit=0.05).plan(graph, budget)
         return None
 
-    def floor(self, graph: TrainingGraph, budget: int) -> float:
+    def floor(self, graph: TrainingGraph, budget: int, _effort: Effort) -> float:
         return 0.0
