@@ -1,12 +1,16 @@
-"""The warnings of a planned module that a user's loop keeps in memory what a plan would free, beyond the budget."""
+"""The warnings of a planned module that a user's loop keeps in memory what a plan would free, beyond the budget, and
+that it sums gradients otherwise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from rematplan.ir import show_bytes
 from rematplan.planner.core.plan import Plan
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.guards.call_key import AUTOCAST
 
 
 @dataclass
@@ -17,10 +21,18 @@ class BudgetWarnings:
     told: set[str] = field(default_factory=set)
     """The reasons for which a warning was given. Each gets one."""
 
-    def pending(self, plan: Plan, held: int) -> None:
-        """Warn if a call exceeds the budget together with the ``held`` bytes of earlier calls whose backward is
-        pending."""
-        if not held or plan.budget is None or held + plan.peak <= plan.budget:
+    def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
+        """Warn of a call while the backwards of earlier calls, which hold ``held`` bytes, are pending: if all exceed
+        the budget, and if they would share casts of weights. ``of_part``: whether the budget is for other modules,
+        too."""
+        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
+            self._tell(
+                "cast",
+                f"{self.name} is called again under autocast before the backward of an earlier call. In eager mode, "
+                f"calls in one autocast context share the cast weights, and sum their gradients in the lower "
+                f"precision; planned calls sum them in the weights' own type, so bits differ",
+            )
+        if of_part or plan.budget is None or held + plan.peak <= plan.budget:
             return
         self._tell(
             "pending",

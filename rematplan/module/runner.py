@@ -131,7 +131,6 @@ class Runner:
         state = self.state_if_planned(original, leaves, spec)
         if state is None:
             return self._unplanned(original, args, kwargs)
-        self._check_first_order()
         check_saved_tensors_hooks(self.name)
         self.unplanned.begin_planned_call()
         if self.prepared is not None:
@@ -174,8 +173,10 @@ class Runner:
         wanting = (t for t in (*state.named.values(), *tensors_in(leaves)) if t.requires_grad)
         if type(next(wanting, None)) in _NOT_TO_PLAN:
             return None
-        known = self.untrained and (guards.open_key(leaves, spec), state.key) in self.untrained
-        return None if known else state
+        if self.untrained and (guards.open_key(leaves, spec), state.key) in self.untrained:
+            return None
+        self._check_first_order()
+        return state
 
     def run_untrained(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of which no output depends on a trainable parameter, as of a frozen generator. This and all later
@@ -212,8 +213,8 @@ class Runner:
         if entry.running.refinement is not None:
             self._exchange(entry, state)
         bounded = self.planner.bounds_one_call
-        if bounded and "pending" not in self.warnings.told:
-            self.warnings.pending(entry.plan, sum(w.compiled.held_bytes for w in self.plans.all()))
+        if held := sum(w.compiled.held_bytes for w in self.plans.all()):
+            self.warnings.pending(entry.plan, held, of_part=not bounded)
         sink = self.recorder.sink(entry.statistics) if self.recorder else None
         flat = entry.compiled(
             state.named,
@@ -339,8 +340,8 @@ class Runner:
     def _check_first_order(self) -> None:
         if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
             raise ModelError(
-                f"{self.name} is planned for the backward of a loss; use the original model with torch.func's "
-                f"transforms and forward-mode derivatives"
+                f"{self.name} is planned for the backward of a loss; for torch.func's transforms and forward-mode "
+                f"derivatives, use the original model, or call rematplan.remove before"
             )
 
     def _entry(

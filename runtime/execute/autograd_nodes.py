@@ -45,7 +45,7 @@ def _once_differentiable(backward: Any) -> Any:
         depend_on = [*ctx.saved_tensors, *(g for g in gradients if g is not None)]
         error = DelayedError(
             f"{ctx.call.plan.like.name}: a planned step has no second derivatives; compute them with the "
-            f"original model",
+            f"original model, or after rematplan.remove",
             len(given) + len(depend_on),
         )
         last = iter(error(*given, *depend_on))

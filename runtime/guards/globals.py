@@ -91,7 +91,7 @@ class _Shelf:
 
 class GlobalReads:
     """All values outside of a model's modules to which the code of their forwards refers, looked up when this is
-    made.
+    made. The model's own hooks are left out: they run outside of its plan.
 
     ``arguments``: the leaves of the forward's arguments, whose objects count too.
     """
@@ -118,7 +118,7 @@ class GlobalReads:
                     if hasattr(type(value), "__get__") and not self._is_library(type(value).__module__):
                         self._meet(value, _UNNAMED)  # a descriptor of the user's
         values = [v for module in modules for name, v in vars(module).items() if name not in BOOKKEEPING]
-        hooks = [hook for module in modules for kind in HOOKS for hook in vars(module)[kind].values()]
+        hooks = [hook for module in modules[1:] for kind in HOOKS for hook in vars(module)[kind].values()]
         for value in (*values, *hooks):
             self._meet(value, _UNNAMED)
         self.containers += values

@@ -63,3 +63,13 @@ def test_a_budget_with_room_for_a_retained_graph_is_not_exceeded(recwarn: pytest
     planned = rematplan.apply(TwoHeads(), **{**SETTINGS, "budget": "1GiB"})
     backwards(planned, retained=True)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_calls_that_would_share_cast_weights_are_told(calls: int, recwarn: pytest.WarningsRecorder) -> None:
+    planned = rematplan.apply(nn.Linear(8, 8), **{**SETTINGS, "budget": "100%"})
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(planned(torch.randn(16, 8)).float().square().mean() for _ in range(calls))
+        loss.backward()
+    assert ["share the cast weights" in str(one.message) for one in recwarn].count(True) == calls - 1

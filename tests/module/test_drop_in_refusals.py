@@ -276,11 +276,13 @@ def test_a_refusal_names_no_part_that_is_refused_too() -> None:
 
 
 def test_other_derivatives_than_the_backward_are_refused() -> None:
-    model = planned(nn.Linear(16, 16))
-    with pytest.raises(ModelError, match=r"torch\.func"):
-        torch.func.vmap(model)(X[None])
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
-        model(X)
+    for model in (planned(nn.Linear(16, 16)), rematplan.apply(nn.Linear(16, 16), "100%")):
+        with pytest.raises(ModelError, match=r"torch\.func"):
+            torch.func.vmap(model)(X[None])
+        with pytest.raises(ModelError, match=r"torch\.func"):
+            torch.func.jvp(model, (X,), (X,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
+            model(X)
 
 
 def test_what_calls_would_share_is_refused() -> None:

@@ -188,13 +188,17 @@ def test_hooks_of_submodules_cause_a_warning() -> None:
 
 def test_backward_hooks_of_the_module_run() -> None:
     planned, plain = planned_and_plain(net())
+    norms = list[float]()
 
     def use(model: nn.Module) -> None:
         model.register_full_backward_pre_hook(lambda _m, g: tuple(3 * t for t in g))
         model.register_full_backward_hook(lambda _m, g, _o: tuple(t and 2 * t for t in g))
+        model.register_full_backward_hook(lambda _m, _g, outer: norms.append(float(outer[0].norm())))
         step(model)
 
-    equal_after(use, planned, plain)
+    for _ in range(3):
+        equal_after(use, planned, plain)
+    assert rematplan.planning(planned).stats().captures == 1
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
