@@ -64,14 +64,6 @@ class Box:
         self.x = X
 
 
-class BoxOfBoxes:
-    """Hides it deeper."""
-
-    def __init__(self) -> None:
-        self.boxes = {"first": [Box()]}
-        self.this = self
-
-
 class Boxed(nn.Linear):
     """Takes a box."""
 
@@ -210,8 +202,6 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
             "changes the buffer 1.num_batches_tracked and reads it as a number",
         ),
         (Carrying(torch.zeros(8, 16)), X, "changes state and computes with it"),
-        (Boxed(16, 16), Box(), "is called with a Box"),
-        (Boxed(16, 16), BoxOfBoxes(), "is called with a BoxOfBoxes"),
         (nn.Embedding(9, 4, max_norm=1.0), torch.arange(3), "changes the parameter weight in place"),
         (Clipped(16, 16), X, "changes the parameter weight in place"),
         (Doubling(16, 16), X, "assigns the data of a tensor that it computes"),
