@@ -9,7 +9,10 @@ from numba.core.dispatcher import Dispatcher
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing import annealer, moves, redundant_runs
 from rematplan.planner.annealing.annealer import compile_annealer
+from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.blocks import interval_dp, lower_set_dp, lowering_kernel
+from rematplan.planner.bounds import tail_kernels
+from rematplan.planner.bounds.tail_search import TailSearch
 from rematplan.planner.caches.numba_kernels import are_compiled
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
@@ -18,7 +21,17 @@ from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.strategies.exact_dp import ExactDP
 from rematplan.planner.strategies.nested_dp import NestedDP
 
-HOT = (annealer, redundant_runs, moves, lowering_kernel, lower_set_dp, interval_dp, regression, reuse)
+HOT = (
+    annealer,
+    redundant_runs,
+    moves,
+    lowering_kernel,
+    lower_set_dp,
+    interval_dp,
+    tail_kernels,
+    regression,
+    reuse,
+)
 """The modules whose compiled loops are called from Python."""
 
 
@@ -40,3 +53,4 @@ def compile_kernels(progress: Progress = silent) -> None:
     for member in (ExactDP(), NestedDP()):
         member.curve(graph, ())
     plan_near_least(graph, 10**9, Effort(moves=1000))
+    TailSearch(graph, precedence(graph), (1,), 0, 10**9).proves(0.1, 100)

@@ -17,6 +17,7 @@ from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.rounding import rounded_runs
+from rematplan.planner.bounds.tail_search import TailSearch, highest_proven
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import CLOSED
@@ -30,7 +31,7 @@ GAP = 0.05
 """The gap to which integer programs are solved, in cost units."""
 
 ROUNDING = 1e-9
-"""Subtracted from a bound by maximum flow, because its sums are floats."""
+"""Subtracted from a bound by maximum flow, or by a search back in time, because its sums are floats."""
 
 TINY = 1e-5
 """In problems of more than `LARGE` ops, tensors up to this share of the budget are assumed to be always resident."""
@@ -97,6 +98,15 @@ class CutBounds:
         found = flow_bound(self.graph, self.order, cut, self.budget)
         self._raise(found - ROUNDING)
         return found
+
+    def search_back(self, first: int, effort: Effort) -> None:
+        """Record what a search back in time over the cuts of ``chain`` proves that the op ``first`` must precede; for
+        problems without inverses.
+        """
+        cuts = [op for op, _ in self.chain if self.order.before[op] >> first & 1]
+        if cuts:
+            search = TailSearch(self.graph, self.order, cuts, first, self.budget)
+            self._raise(highest_proven(search, self.best.overhead, effort) - ROUNDING)
 
     def _raise(self, overhead: float) -> None:
         """Record a proven overhead in ``best`` and the cache if it is higher; infinite if no schedule fits."""

@@ -23,6 +23,9 @@ apply."""
 FEW = 4
 """The number of prominent ops whose linear relaxations are compared for the next cut."""
 
+BACK = 0.2
+"""The share of the effort for the search back in time."""
+
 FIRST = 1.0
 """Seconds that any integer program may take. A later one may take as many seconds as were spent before it."""
 
@@ -65,6 +68,8 @@ class Growth:
             alone = {cut: self.relaxed((cut,)) for cut in few if not self.over()}
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
+            if not search.graph.inverses:
+                search.search_back(start, self.effort.part(BACK * self.effort.total))
             everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
             # Cuts in one of several parallel branches exclude cuts in the others, so a second set grows along
             # the chain alone.

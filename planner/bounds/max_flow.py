@@ -15,6 +15,7 @@ L equals the optimum of the linear relaxation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,14 +68,16 @@ class Minimum:
     them that must precede the cut op run both before and after it."""
 
 
-def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
+def flow_bound(
+    graph: TrainingGraph, order: Precedence, cut: int, budget: int, held: Sequence[str] = ()
+) -> float:
     """Return the bound of the overhead that one cut proves, without inverses; infinite if no schedule fits,
-    -1 if sums would overflow.
+    -1 if sums would overflow. ``held``: tensors that are resident at the end besides the outputs.
     """
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
         return math.inf
-    network = CutNetwork(graph, order, cut)
+    network = CutNetwork(graph, order, cut, held=held)
     low, high = network.minimum(0.0), network.fewest_bytes()
     if low is None or high is None:
         return -1.0
@@ -100,11 +103,18 @@ class CutNetwork:
     resident before.
     """
 
-    def __init__(self, graph: TrainingGraph, order: Precedence, cut: int, slope: float = 0.0) -> None:
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        order: Precedence,
+        cut: int,
+        slope: float = 0.0,
+        held: Sequence[str] = (),
+    ) -> None:
         # Node 0 is the source: the ops that cannot run before the cut op. Node 1 is the sink. Other ops are
         # on the source's side if they run after it. With a ``slope``, costs rise from the first op to the
         # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs
-        # 0.
+        # 0. ``held``: further tensors that are read after the cut op.
         self.scale = min(SCALE / graph.base_cost, MAX_SCALE)
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
@@ -122,10 +132,15 @@ class CutNetwork:
                 dear = NEVER * graph.base_cost if graph.ops[v].name in once else 0.0
                 priced.append(rise * graph.ops[v].cost + dear if earlier >> v & 1 else 0.0)
                 self.ops.append(v)
-        self._lay(graph, side, set(graph.ops[cut].reads), priced)
+        self._lay(graph, side, set(graph.ops[cut].reads), priced, held)
 
     def _lay(
-        self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
+        self,
+        graph: TrainingGraph,
+        side: dict[int, int],
+        resident: set[str],
+        priced: list[float],
+        held: Sequence[str],
     ) -> None:
         """Create the arcs of the network, as arrays of their ends, costs and bytes."""
         # From op to sink: the cost of running it after the cut op. From op to tensor read: infinite (bytes
@@ -133,8 +148,8 @@ class CutNetwork:
         inputs = set(graph.inputs)
         holders: dict[str, int] = {}
         tails, heads, sizes = [], [], []
-        for v, node in side.items():
-            for t in graph.ops[v].reads:
+        for node, tensors in ((0, held), *((node, graph.ops[v].reads) for v, node in side.items())):
+            for t in tensors:
                 maker = side.get(graph.producer.get(t, -1), 0)
                 if t in inputs or t in resident or maker == 0:
                     continue
