@@ -165,6 +165,8 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         except ModelError:
             raise
         except Exception as error:
+            if refusal := getattr(error, "refusal", None):
+                raise refusal from error
             first = str(error).strip().splitlines()
             shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
             raise ModelError(

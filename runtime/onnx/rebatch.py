@@ -18,6 +18,7 @@ from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.graph import Batch, Graph, Node, Weight
 from rematplan.runtime.capture.fake_weights import without_data
 from rematplan.runtime.graph.quiet_logs import quiet
+from rematplan.runtime.guards.assertions import VALUES_DECIDE
 from rematplan.runtime.onnx.instructions import Instruction
 from rematplan.runtime.onnx.module import OnnxModule
 from rematplan.runtime.onnx.ops.rows import refuse
@@ -100,8 +101,15 @@ class _Rebatching:
         values, mode = self._begin(size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
-                self.module.advance(step, values)
+                self._advance(step, values)
                 yield from ((n, _seen(values[n])) for n in (*step.node.inputs, *step.node.outputs) if n)
+
+    def _advance(self, step: Instruction, values: dict[str, Any]) -> None:
+        """Execute one node; `ModelError` if it needs values, which do not exist here."""
+        try:
+            self.module.advance(step, values)
+        except VALUES_DECIDE as error:
+            raise getattr(error, "refusal", error) from None
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
         """Run the graph without data at the wanted batch size, and replace a node's constants with the export's size
@@ -114,7 +122,7 @@ class _Rebatching:
             for step in self.module.program:
                 node = self._changed(step.node, values, before)
                 self.nodes.append(node)
-                self.module.advance(replace(step, node=node), values)
+                self._advance(replace(step, node=node), values)
                 for name in filter(None, node.outputs):
                     self._check(node, before.get(name), _seen(values[name]))
                 self._check_kept(node, values, before)

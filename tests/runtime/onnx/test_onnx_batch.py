@@ -136,6 +136,15 @@ def test_what_cannot_follow_is_named(tmp_path):
         rematplan.load_step(path, dims={"batch": 3})
 
 
+def test_a_shape_that_depends_on_data_is_named_where_the_batch_is_symbolic(tmp_path):
+    node = helper.make_node
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("NonZero", ["h"], ["i"], name="where")]
+    nodes += [node("Transpose", ["i"], ["t"]), node("GatherND", ["h", "t"], ["y"])]
+    path = write(tmp_path / "n.onnx", nodes, ["n", 4], {"w": W})
+    with pytest.raises(ModelError, match=r"node 'where' \(NonZero.*depends on data"):
+        rematplan.load_step(path, dims={"n": 3})
+
+
 def test_other_dimensions_stay_fixed(tmp_path):
     path = write(tmp_path / "n.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], [1, 4], {"w": W})
     with pytest.raises(UsageError, match=r"--dim width: .*fixed"):
