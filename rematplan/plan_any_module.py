@@ -235,6 +235,7 @@ def plan_stage(
     reserved: Iterable[object] = (),
     on_infeasible: str | None = None,
     split: str | Mapping[str, int] = UNSPLIT,
+    kernels: str = EAGER_KERNELS,
 ) -> PlannedModule:
     """Return a module that computes what ``model`` computes, with a peak within ``budget`` while several calls wait
     for their backward: micro-batches of a pipeline's stage, the views of a contrastive loss, real and generated
@@ -254,7 +255,7 @@ def plan_stage(
             1 or ``deferred`` is stated, plans have one lane, and of the options of ``auto`` the search follows
             ``time_limit``, ``seed`` and ``gap``. A saved plan and others of its options are refused.
         on_infeasible: as for `plan_module`, if ``in_flight`` is 1 and ``deferred`` is None; otherwise only ``raise``.
-        split: as for `plan_module`; ``auto`` only if ``in_flight`` is 1 and ``deferred`` is None.
+        split, kernels: as for `plan_module`.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
@@ -274,6 +275,7 @@ def plan_stage(
         reserved=reserved,
         on_infeasible=on_infeasible,
         split=split,
+        kernels=kernels,
     )
 
 

@@ -19,8 +19,8 @@ from rematplan.pipeline.rank_plans import (
     budget_bytes,
     captured_part,
     rank_plans,
+    rewritten_parts,
     stated_rank_plan,
-    with_splits,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
@@ -30,6 +30,7 @@ from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
 from rematplan.plans.options import (
     AUTO_SPLIT,
+    EAGER_KERNELS,
     NOT_IN_STAGES,
     UNSPLIT,
     PlanOptions,
@@ -69,6 +70,7 @@ def plan_pipeline(
     replicas: int = 1,
     split: str | Mapping[str, int] = UNSPLIT,
     policy: object = None,
+    kernels: str = EAGER_KERNELS,
 ) -> Pipeline:
     """Divide a model into stages and plan the recomputation of each rank within a budget.
 
@@ -117,6 +119,8 @@ def plan_pipeline(
             `plan_module`. Cuts are chosen without splits. Not with ``dataflow``. With ``plans``, ``auto`` splits what
             they split.
         policy: what must be saved, as for `plan_module`. Cuts are chosen without it. Not with ``dataflow``.
+        kernels: ``eager`` or ``fused``, as for `plan_module`. Cuts are chosen, and percentages become bytes, with those
+            of eager mode. Not with ``dataflow``.
 
     Raises:
         InfeasibleBudget: no plans are found with which some rank stays within the budget. The error names the rank that
@@ -135,12 +139,17 @@ def plan_pipeline(
         inverses=inverses,
         split=stated_splits(split),
         policy=stated_policy(policy, model),
+        kernels=kernels,
     )
     for one in NOT_IN_STAGES:
         if one.holds(asked):
             raise UsageError(f"plan_pipeline cannot be combined with {one.name}")
     order = _order(schedule, stages, microbatches, hop)
-    for name, stated in {"split": asked.split != UNSPLIT, "policy": bool(asked.policy)}.items():
+    for name, stated in {
+        "split": asked.split != UNSPLIT,
+        "policy": bool(asked.policy),
+        "kernels='fused'": asked.fuses,
+    }.items():
         if stated and order.name in CHANNELS:
             raise UsageError(f"{order.name} cannot be combined with {name}")
     budgeted = parse_rank_budget(str(budget))
@@ -205,7 +214,9 @@ def captured_pipeline(
         steps = [part.step for part in parts.values() if isinstance(part, CapturedStage)]
         check_names(asked.policy, steps, type(model).__name__)
     amount = budget_bytes(stated, order, parts)  # a percentage refers to the step without splits
-    return Pipeline(order, tuple(cuts), amount, with_splits(order, wanted, parts, amount, asked, plans), {})
+    return Pipeline(
+        order, tuple(cuts), amount, rewritten_parts(order, wanted, parts, amount, asked, plans), {}
+    )
 
 
 def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:

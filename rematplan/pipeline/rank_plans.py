@@ -22,7 +22,7 @@ from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, plans_o
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget
 from rematplan.plans.in_flight import common_effort, stage_planner, trial_of_rank
-from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
+from rematplan.plans.options import AUTO_SPLIT, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
 from rematplan.plans.splitting import (
@@ -134,7 +134,7 @@ def _search(
     return RankSearch(problems, actions, budget, planner, effort, starts, kept)
 
 
-def with_splits(
+def rewritten_parts(
     order: PipelineSchedule,
     ranks: Iterable[int],
     parts: Mapping[int, CapturedPart],
@@ -143,24 +143,24 @@ def with_splits(
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[int, CapturedPart]:
     """Return the parts with the ops of these ranks' stages split along rows, as the options say or, if those leave it
-    open, as in the stages' ``plans``, else for ``budget`` bytes; `UsageError` if a named module has no such ops."""
-    split = dict(parts)
-    for rank in ranks if asked.split != UNSPLIT else ():
+    open, as in the stages' ``plans``, else for ``budget`` bytes, and with fused kernels if the options ask for them;
+    `UsageError` if a named module has no ops that can be split."""
+    changed = dict(parts)
+    for rank in ranks if asked.rewrites else ():
         for number in order.stage_of_rank[rank]:
-            part = split[number]
+            part = changed[number]
             if isinstance(part, CapturedStage):
                 planner, step = part.planner, part.original
-                if asked.split != AUTO_SPLIT:
-                    changed = split_as_asked(planner, step)
-                elif plans is not None:
-                    changed = split_as_planned(planner, step, ops_of_plan(plans.get(number)))
+                if asked.split == AUTO_SPLIT and plans is not None:
+                    found = split_as_planned(planner, step, ops_of_plan(plans.get(number)))
                 else:
-                    trials = _trials(order, rank, split, number, budget, asked)
-                    changed = split_as_asked(planner, step, trials)
-                for note in changed.notes:
+                    trials = _trials(order, rank, changed, number, budget, asked)
+                    found = split_as_asked(planner, step, trials)
+                found = planner.fused(found)
+                for note in found.notes:
                     LOG.info("%s", note)
-                split[number] = part.rewritten(changed.step) if changed.notes else part
-    return split
+                changed[number] = part.rewritten(found.step) if found.notes else part
+    return changed
 
 
 def _trials(

@@ -231,7 +231,6 @@ EXCLUDED = (
     *((SEVERAL, one) for one in NOT_IN_STAGES),
     (SEVERAL, Condition("inverses", lambda o: bool(o.inverses))),
     (SEVERAL, Condition("on_infeasible", lambda o: o.on_infeasible in (LEAST, EAGER))),
-    (FUSED, SEVERAL),
     (FUSED, TWO_LANES),
     (FUSED, Condition("inverses", lambda o: o.inverting)),
     (FUSED, Condition("a policy", lambda o: bool(o.policy))),

@@ -127,11 +127,14 @@ class Planner(StepProblems):
 
         ``first``: whether what cannot be split is a `UsageError`.
         """
-        split = self._split(step, first)
+        return self.fused(self._split(step, first))
+
+    def fused(self, changed: RewrittenStep) -> RewrittenStep:
+        """Return a step with fused kernels, if the options ask for them, and what to tell the user in addition."""
         if not self.options.fuses:
-            return split
-        fused = _with_fused_kernels(split.step)
-        return RewrittenStep(fused.step, (*split.notes, *fused.notes))
+            return changed
+        found = _with_fused_kernels(changed.step)
+        return RewrittenStep(found.step, (*changed.notes, *found.notes))
 
     def _split(self, step: CapturedStep, first: bool) -> RewrittenStep:
         if self.options.split == UNSPLIT:

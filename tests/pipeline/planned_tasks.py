@@ -171,8 +171,10 @@ def run_step(
         or (ours[n].grad is not None and not torch.equal(ours[n].grad, theirs[n].grad))
     ]
     plan = pipe.ranks[rank]
+    pairs = [(ours[n].grad, theirs[n].grad) for n in mine if ours[n].grad is not None]
     return {
         "different": different,
+        "error": max((float((a - b).norm() / b.norm().clamp(1e-3)) for a, b in pairs), default=0.0),
         "losses": equal_losses(losses, one or []),
         "loss": sums[-1],
         "first loss": sums[0],

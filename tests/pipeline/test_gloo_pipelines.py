@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,3 +157,17 @@ def test_split_stages_need_less_and_keep_to_it(workers: Workers) -> None:
         assert TIGHT * promised[rank] <= answer["peak"] <= answer["promise"] == promised[rank]
         assert all(".up." in name or ".down." in name for name in answer["different"])
     assert [a["losses"] for a in found if a["losses"] is not None] == [True]
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.skipif(PIPELINES_SEND_TO_THEMSELVES, reason="torch cannot run these schedules over gloo")
+@pytest.mark.parametrize(("schedule", "stages", "budget"), [("1f1b", 4, "95%"), ("zbv", 8, "1GiB")])
+def test_stages_with_fused_kernels_keep_to_their_promises(
+    workers: Workers, schedule: str, stages: int, budget: str
+) -> None:
+    asked = {"schedule": schedule, "stages": stages, "microbatches": 8, "rows": 8 * 256, "kernels": "fused"}
+    found = run(workers, budget, "approx_dp", **asked)
+    for answer in found:
+        assert TIGHT * answer["promise"] <= answer["peak"] <= answer["promise"]
+        assert answer["error"] < 1e-5
+    assert any(answer["extra"] > 0 for answer in found) == (schedule == "1f1b")

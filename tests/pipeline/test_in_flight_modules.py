@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import warnings
 import weakref
 from typing import Any
@@ -146,6 +147,38 @@ def test_the_least_budget_is_met_and_a_byte_less_is_refused() -> None:
     states = sum(p.nbytes for p in planned.parameters())
     peak, _ = peak_above_entry(lambda: run(planned, with_in_flight(3, None)), torch.device("cpu"))
     assert states + peak <= least
+
+
+class Gated(nn.Module):
+    """A norm, a gated unit and a residual, whose pointwise ops fused kernels compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.wide(self.norm(x)).chunk(2, -1)
+        return x + a.sigmoid() * b
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize(("in_flight", "deferred"), [(3, None), (2, 0), (3, 2)])
+def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Gated() for _ in range(4)))
+    asked = ASKED | {"in_flight": in_flight, "deferred": deferred, "kernels": "fused", "loss_memory": "3x"}
+    with pytest.raises(InfeasibleBudget) as refused:
+        rematplan.plan_stage(copy.deepcopy(plain), (example(),), budget=1000, **asked)
+    least, actions = refused.value.smallest, with_in_flight(in_flight, deferred)
+    planned = rematplan.plan_stage(copy.deepcopy(plain), (example(),), budget=least, **asked)
+    assert "fused_" in planned.source
+    peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
+    assert sum(p.nbytes for p in plain.parameters()) + peak <= least
+    expected = run(plain, with_in_flight(in_flight, None))
+    for a, b in ((found[m], expected[m]) for m in expected if m in found):
+        assert a is not None
+        assert b is not None
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("deferred", [None, 1])

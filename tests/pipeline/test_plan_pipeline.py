@@ -71,6 +71,11 @@ def planned(
         ({"split": "auto", "plans": {}}, UsageError, "plans has no plan of stage 0"),
         ({"split": {"block": 2}}, UsageError, "no stage has ops of a module 'block'; similar: blocks"),
         (
+            {"kernels": "fused", "schedule": "dataflow"},
+            UsageError,
+            "dataflow cannot be combined with kernels='fused'",
+        ),
+        (
             {"split": {"head": 2}, "schedule": "dataflow"},
             UsageError,
             "dataflow cannot be combined with split",
