@@ -69,7 +69,8 @@ class Growth:
         if alone:
             start = max(alone, key=lambda cut: alone[cut])
             if not search.graph.inverses:
-                search.search_back(start, self.effort.part(BACK * self.effort.total))
+                part = self.effort.part(BACK * self.effort.total, lambda: search.stopped)
+                search.search_back(start, part)
             everywhere, along_the_chain = range(len(search.graph.ops)), dict(search.chain)
             # Cuts in one of several parallel branches exclude cuts in the others, so a second set grows along
             # the chain alone.

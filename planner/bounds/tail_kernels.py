@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rematplan.planner.annealing.state import Floats
 from rematplan.planner.arrays.csr import Ints
-from rematplan.planner.caches.numba_kernels import inner, kernel
+from rematplan.planner.caches.numba_kernels import inner, unlocked
 
 Words = NDArray[np.uint64]
 """Sets of tensors as bits of 64-bit words: a row for each set."""
@@ -55,7 +55,7 @@ class Interval(NamedTuple):
     """Bytes for tensors that are not `HELD`, just before the cut."""
 
 
-@kernel
+@unlocked
 def step_back(
     states: States, interval: Interval, rate: float, limit: float, most_states: int, most: int
 ) -> tuple[States, int]:
@@ -147,7 +147,7 @@ def _add(found: States, table: Ints, count: int, held: Words, cost: float, lent:
     return 1
 
 
-@kernel
+@unlocked
 def undominated(states: States, rate: float) -> States:
     """Return the states without those that need all that another one needs, and cost at least as much, whatever is lent
     at earlier cuts.

@@ -87,16 +87,16 @@ class TailSearch:
         chosen = ranked[: max(range(len(worth)), key=worth.__getitem__, default=-1) + 1]
         return chosen, min((price[t] for t in chosen if price[t] < math.inf), default=NOTHING_LENT)
 
-    def proves(self, overhead: float, most: int) -> tuple[bool, int]:
+    def proves(self, overhead: float, most: int, effort: Effort | None = None) -> tuple[bool, int]:
         """Return whether it is proven that each schedule has at least this overhead, and the branches looked at (at
-        most ``most``).
+        most ``most``). It gives up when ``effort`` is spent.
         """
         rate, looked, again = self.rate, 0, overhead + 1 - self._once(self.order.needed)
         states = States(self._sets([self.graph.outputs]), np.zeros(1), np.zeros(1, np.int64))
         for i in reversed(range(len(self.cuts))):
             limit = again - self.before(i)
             states, more = step_back(states, self._interval(i), rate, limit, STATES, most - looked)
-            if more < 0:
+            if more < 0 or (effort is not None and effort.over):
                 return False, most
             looked += more
             states = undominated(states, rate)
@@ -182,7 +182,7 @@ def highest_proven(search: TailSearch, known: float, effort: Effort) -> float:
     """
     step, useful, failed = STEP, False, False
     while step >= LAST_STEP and not effort.over:
-        proven, looked = search.proves(known + step, BRANCHES if useful else TRIAL)
+        proven, looked = search.proves(known + step, BRANCHES if useful else TRIAL, effort)
         effort.charge(moves=looked // BRANCHES_PER_MOVE)
         known += step if proven else 0.0
         useful, failed = useful or proven, failed or not proven

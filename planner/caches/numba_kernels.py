@@ -28,6 +28,11 @@ def kernel(loop: Loop) -> Loop:
     return compiled(loop)
 
 
+def unlocked(loop: Loop) -> Loop:
+    """As `kernel`, but ``loop`` releases the GIL, so that other Python threads can run during a call."""
+    return compiled(loop, nogil=True)
+
+
 def inner(loop: Loop) -> Loop:
     """Have numba compile ``loop``, which other compiled functions call, and which neither creates nor returns
     arrays.

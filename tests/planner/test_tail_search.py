@@ -101,3 +101,18 @@ def test_a_search_that_may_look_at_too_few_branches_proves_nothing():
     (search, *_) = searches(graph, least_peak(graph), 2**12 - 2**6)
     assert search.proves(0.45, ENOUGH)[0]
     assert search.proves(0.45, 5) == (False, 5)
+
+
+def test_a_run_that_makes_a_small_output_and_a_tracked_tensor_counts_once():
+    sizes = {"x": 1, "g": 9, "w": 1, "s": 2, "o": 2}
+    ops = (
+        Op("b", ("x",), ("g", "w"), 3.0),
+        Op("c", ("g",), ("s",), 1.0),
+        Op("h", ("s",), ("o",), 1.0, 20),  # neither g nor w fits beside it
+    )
+    graph = TrainingGraph("once", tuple(Tensor(t, b) for t, b in sizes.items()), ("x",), ("g", "w", "o"), ops)
+    search = TailSearch(graph, precedence(graph), (1, 2), 1, 25)
+    assert optimum(graph, 25) == pytest.approx(0.6)
+    assert search.small == ["w"]
+    assert search.proves(0.6 - 1e-9, ENOUGH)[0]
+    assert not search.proves(0.6 + 1e-9, ENOUGH)[0]
