@@ -44,10 +44,8 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import (
     FakeTensor,
     FunctionalTensor,
-    forward_mode_level,
     get_tracing_state,
     parametrizations_are_cached,
-    peek_interpreter_stack,
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
@@ -175,7 +173,7 @@ class Runner:
             return None
         if self.untrained and (guards.open_key(leaves, spec), state.key) in self.untrained:
             return None
-        self._check_first_order()
+        guards.check_modes(self.name)
         return state
 
     def run_untrained(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,13 +334,6 @@ class Runner:
                 state = self.tree.state(module)
         assert state is not None
         return state
-
-    def _check_first_order(self) -> None:
-        if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
-            raise ModelError(
-                f"{self.name} is planned for the backward of a loss; for torch.func's transforms and forward-mode "
-                f"derivatives, use the original model, or call rematplan.remove before"
-            )
 
     def _entry(
         self,

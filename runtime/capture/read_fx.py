@@ -16,7 +16,7 @@ from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies, without_saved_copies
-from rematplan.runtime.capture.patches.in_place_layouts import IN_PIECE
+from rematplan.runtime.capture.patches.in_place_layouts import IN_PIECE, WRITTEN
 from rematplan.runtime.capture.plain_copies import with_plain_copies
 from rematplan.runtime.graph.captured_step import (
     Call,
@@ -198,6 +198,7 @@ class _Reader:
             sequence=node.meta.get("seq_nr"),
             indexed=bool((node.meta.get("custom") or {}).get(INDEXED)),
             in_piece=bool((node.meta.get("custom") or {}).get(IN_PIECE)),
+            written=bool((node.meta.get("custom") or {}).get(WRITTEN)),
         )
         made = [self.values[n] for n in names if n]
         if call.waits:

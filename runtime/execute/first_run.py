@@ -19,7 +19,7 @@ from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.fuse.kernel import FusedKernel
 from rematplan.runtime.fuse.real_numbers import with_checks
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.tangent_layouts import RESHAPE, AsCaptured, for_any_layout
+from rematplan.runtime.graph.tangent_layouts import RESHAPE, AsCaptured, LikeFirst, for_any_layout
 from rematplan.runtime.graph.zero_tangents import changes_strides
 
 CLONE = torch.ops.aten.clone.default
@@ -64,6 +64,8 @@ class FirstRun:
         opened = for_any_layout(with_checks(step, schedule, unused))
         # The copy of a reshape has the new shape there.
         reshaped = {c.name for c in opened.calls if c.target is RESHAPE and step.call[c.name].target is CLONE}
+        # The copy to the strides at capture follows later there.
+        reshaped |= {c.name for c in opened.calls if isinstance(c.target, LikeFirst)}
         strides = {name: v.fake.stride() for name, v in step.values.items() if v.call not in reshaped}
         read = {r for call in step.call.values() for r in call.operands}
         self.check = check = LayoutCheck(strides, read)

@@ -91,6 +91,8 @@ class Call:
     in_piece: bool = field(default=False, compare=False, repr=False)
     """Whether eager mode writes its result into its first argument, which is a piece of a larger storage that traces do
     not know as a view (``unsafe_split``)."""
+    written: bool = field(default=False, compare=False, repr=False)
+    """Whether eager mode writes its result into its first argument, so that it has the argument's strides."""
     sequence: int | None = field(default=None, compare=False, repr=False)
     """The autograd node's number, which a forward call and the calls of its backward share; None if unknown.
 

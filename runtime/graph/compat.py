@@ -105,6 +105,7 @@ try:
         unset_fake_temporarily,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -307,6 +308,7 @@ __all__ = [
     "excluded_dispatch_keys",
     "forward_mode_level",
     "from_functional_tensor",
+    "function_modes",
     "functionalize_commit_update",
     "functionalize_replace",
     "functionalize_sync",

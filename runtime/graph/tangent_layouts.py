@@ -14,10 +14,13 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.graph.compat import FakeTensorMode
+from rematplan.runtime.graph.in_place_calls import IN_PLACE
 from rematplan.runtime.graph.storage_slices import has_strides
 
 ATEN = torch.ops.aten
 RESHAPE = ATEN.reshape.default
+LAID = "rematplan.laid.default"
+"""The op by which a trace gives a result the strides that it has at capture."""
 VIEWS = frozenset({ATEN.view.default, ATEN._unsafe_view.default})
 
 _NAMES = (
@@ -42,6 +45,7 @@ def for_any_layout(step: CapturedStep) -> CapturedStep:
     """Return the step with a backward half that computes the bits of eager mode for output gradients of any strides."""
     late = step.after_loss
     copies = _copies_to_reshape(step)
+    written = {call.name for call in step.calls if call.name in late and _has_layout_of_first(step, call)}
 
     def open_(call: Call) -> Call:
         if call.name not in late:
@@ -52,6 +56,10 @@ def for_any_layout(step: CapturedStep) -> CapturedStep:
             return replace(call, target=RESHAPE, args=(call.args[0], copies[call.name]), kwargs={})
         if call.target in VIEWS:
             return replace(call, target=RESHAPE)
+        if call.name in written:
+            return replace(call, target=LikeFirst(call.target, ()))
+        if str(call.target) == LAID and step.values[call.args[0].value].call in written:
+            return replace(call, target=ATEN.clone.default, args=call.args[:1])
         # Some formulas and users' functions make a gradient contiguous first, which a trace of a contiguous
         # one does not show.
         own = getattr(call.target, "namespace", "aten") == "aten"
@@ -84,6 +92,30 @@ class AsCaptured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the arguments whose strides differ from those at capture, call the op, and return its result."""
         return self.op(*map(_laid_out, args, self.strides), **kwargs)
+
+
+class LikeFirst(AsCaptured):
+    """An op whose result has the strides of its first argument, into which eager mode writes it."""
+
+    def __str__(self) -> str:
+        return f"{self.op}.like_first"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the op and return its result, copied if its strides differ from those of the first argument."""
+        return _laid_out(self.op(*args, **kwargs), args[0].stride())
+
+
+def _has_layout_of_first(step: CapturedStep, call: Call) -> bool:
+    """Return whether eager mode writes a call's result into its first argument, and ops that do not write may return
+    another layout."""
+    if not call.written or call.target in IN_PLACE or call.is_view or str(call.target) == LAID:
+        return False
+    first, made = call.args[0], step.values.get(call.results[0] or "")
+    if made is None or not isinstance(first, Ref):
+        return False
+    like = step.values[first.value].fake
+    dense = torch.empty_like(like).stride() == like.stride()
+    return made.fake.shape == like.shape and dense
 
 
 def _laid_out(arg: Any, strides: Any) -> Any:

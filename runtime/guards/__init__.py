@@ -1,6 +1,6 @@
 """Guards: checks that everything a captured forward depends on, besides its arguments, still holds."""
 
-from rematplan.runtime.guards.call_key import call_key, open_key
+from rematplan.runtime.guards.call_key import call_key, check_modes, open_key
 from rematplan.runtime.guards.finite_tests import OtherOutcome
 from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.module_state import ModuleState, ModuleTree
@@ -13,6 +13,7 @@ __all__ = [
     "ModuleTree",
     "OtherOutcome",
     "call_key",
+    "check_modes",
     "open_key",
     "python_state_restored",
     "recording",

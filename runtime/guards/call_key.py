@@ -11,6 +11,8 @@ import torch
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import (
     device_mode,
+    forward_mode_level,
+    function_modes,
     get_cudnn_enabled,
     get_cudnn_sdp_enabled,
     get_flash_sdp_enabled,
@@ -19,6 +21,7 @@ from rematplan.runtime.graph.compat import (
     get_mkldnn_enabled,
     get_overrideable_sdp_enabled,
     get_sdp_priority_order,
+    peek_interpreter_stack,
     pytree,
 )
 
@@ -38,6 +41,22 @@ SETTINGS = (
 )
 """Functions that return the process-wide settings that decide which ops a forward calls: the default type and
 device, and which kernels are enabled. Context managers change some of these settings."""
+
+
+def check_modes(name: str) -> None:
+    """Refuse a call inside of what changes the functions that a forward calls, or differentiates them otherwise than
+    by a backward. PyTorch's own modes, such as a device's context, are accepted."""
+    if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
+        raise ModelError(
+            f"{name} is planned for the backward of a loss; for torch.func's transforms and forward-mode derivatives, "
+            f"use the original model, or call rematplan.remove before"
+        )
+    for mode in function_modes():
+        if not type(mode).__module__.startswith(("torch.", "rematplan.")):
+            raise ModelError(
+                f"{name} is called inside of a {type(mode).__name__}, a mode that changes functions of torch, which a "
+                f"planned step does not call; enter it inside of the forward"
+            )
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:

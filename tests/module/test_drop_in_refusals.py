@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import rematplan
@@ -265,6 +266,13 @@ def test_a_refusal_names_no_part_that_is_refused_too() -> None:
         planned(model)
 
 
+class Doubled(TorchFunctionMode):
+    """Doubles what linear layers give."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {})) * (2 if function is nn.functional.linear else 1)
+
+
 def test_other_derivatives_than_the_backward_are_refused() -> None:
     for model in (planned(nn.Linear(16, 16)), rematplan.apply(nn.Linear(16, 16), "100%")):
         with pytest.raises(ModelError, match=r"torch\.func"):
@@ -272,6 +280,8 @@ def test_other_derivatives_than_the_backward_are_refused() -> None:
         with pytest.raises(ModelError, match=r"torch\.func"):
             torch.func.jvp(model, (X,), (X,))
         with torch.autograd.forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode"):
+            model(X)
+        with Doubled(), pytest.raises(ModelError, match="inside of a Doubled"):
             model(X)
 
 

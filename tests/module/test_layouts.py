@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,27 @@ class Written(nn.Module):
         return torch.as_strided_scatter(x.contiguous(), self.corner, (2, 2), (3, 1), 1)
 
 
+class _Masking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        own = gradient.clone()
+        own[x < 0] = 0
+        return own.mul_(2)
+
+
+class Masking(nn.Module):
+    """Writes into the gradient in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Masking.apply(x)
+
+
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -84,6 +106,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     ),
     "written": lambda: nn.Sequential(stem(), Written(), nn.Conv2d(C, C, 3), Written()),
     "rolled": lambda: nn.Sequential(stem(), Roll(), nn.Linear(11, 5), nn.Tanh(), Roll()),
+    "gradients written in place": lambda: nn.Sequential(stem(), Scale(C, 1, 1), Masking()),
     "norms of what is permuted": lambda: nn.Sequential(
         Permute(3, 1, 2, 0),
         nn.BatchNorm2d(3),

@@ -53,7 +53,7 @@ DRAWS = frozenset(
 """Ops that overwrite a tensor with random numbers."""
 PIECES = frozenset({ATEN.unsafe_split.Tensor, ATEN.unsafe_split_with_sizes.default})
 """Ops that return views as if they were new tensors: a write into one leaves the others and the whole as they are."""
-IN_PIECE = "rematplan.in_piece"
+IN_PIECE, WRITTEN = "rematplan.in_piece", "rematplan.written"
 UNNAMEABLE = getattr(ATEN.random_, "from")
 """An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
@@ -113,8 +113,10 @@ class InPlaceLayouts(TorchDispatchMode):
                 )
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
                 return _draw(func, written, args[1:])
-        in_piece = isinstance(written, FunctionalTensor) and written in self.pieces
-        with annotate({IN_PIECE: True}) if in_piece else nullcontext():
+        marks = {WRITTEN: True} if isinstance(written, FunctionalTensor) else {}
+        if marks and written in self.pieces:
+            marks[IN_PIECE] = True
+        with annotate(marks) if marks else nullcontext():
             if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
                 _restore_strides(written, changed=False)
             result = func(*args, **(kwargs or {}))
