@@ -48,7 +48,7 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
     if isinstance(one, Iterator):
         return True
     seen: set[int] = set()
-    todo = _behind(one) if called_later else [getattr(one, "__dict__", None)]
+    todo = _behind(one) if called_later else _within(one)
     while todo:
         value = todo.pop()
         if isinstance(value, torch.Tensor):
@@ -57,15 +57,27 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
             continue
         seen.add(id(value))
         leaves = pytree.tree_leaves(value)
-        todo += leaves if leaves != [value] else [getattr(value, "__dict__", None)]
+        todo += _within(value) if len(leaves) == 1 and leaves[0] is value else leaves
     return False
+
+
+def _within(one: Any) -> list[Any]:
+    """Return an object's ``__dict__``, and the items of a container of a class of its own."""
+    items = [*dict.values(one)] if isinstance(one, dict) else [*one] if isinstance(one, (list, tuple)) else []
+    return [_attribute(one, "__dict__"), *items]
+
+
+def _attribute(one: Any, name: str) -> Any:
+    with suppress(Exception):  # a user's `__getattr__` may raise anything
+        return getattr(one, name, None)
+    return None
 
 
 def _behind(one: Any) -> list[Any]:
     """Return where a search for tensors in ``one`` starts: its ``__dict__``, a function's closure, a bound method's
     instance."""
-    values = [getattr(one, "__self__", None), getattr(one, "__dict__", None)]
-    for cell in getattr(one, "__closure__", None) or ():
+    values = [_attribute(one, "__self__"), *_within(one)]
+    for cell in _attribute(one, "__closure__") or ():
         with suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
     return values
@@ -78,7 +90,7 @@ class NotGiven(ModelError, AttributeError):
 
 class Withheld:
     """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating and reading
-    attributes raise `NotGiven`.
+    attributes or items raise `NotGiven`.
 
     ``what``: the beginning of the message.
     """
@@ -97,7 +109,7 @@ class Withheld:
             f"the tensors themselves, register the class with torch.utils._pytree, or call the model without gradients"
         )
 
-    __call__ = __iter__ = _refuse
+    __call__ = __iter__ = __getitem__ = _refuse
 
 
 def hooked(module: nn.Module) -> list[str]:

@@ -112,7 +112,8 @@ def _opened_object(leaf: Any) -> Any:
         opened = OpenedObject(tuple(opening.values), file.getvalue())
         if type(leaf) not in _whole:
             copy = _closed_object(opened.values, opened.rest)
-            _whole[type(leaf)] = type(copy) is type(leaf) and vars(copy).keys() == vars(leaf).keys()
+            kept = not isinstance(leaf, (dict, list, tuple)) or len(copy) == len(leaf)
+            _whole[type(leaf)] = kept and type(copy) is type(leaf) and vars(copy).keys() == vars(leaf).keys()
         if _whole[type(leaf)]:
             return opened
     _whole[type(leaf)] = False

@@ -164,8 +164,10 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
     """Return pairs of a container and a shallow copy of it, for each list, dictionary, set or deque in an object's
-    attributes, nested ones included."""
+    attributes, nested ones included, and for the object itself if it is a list or dictionary."""
     found: dict[int, tuple[Any, Any]] = {}
+    if isinstance(holder, (dict, list)):
+        found[id(holder)] = holder, {**holder} if isinstance(holder, dict) else [*holder]
     todo = list(holder.__dict__.values())
     while todo:
         value = todo.pop()

@@ -15,6 +15,7 @@ from same_bits import equal_after
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.ir import ModelError
 from rematplan.module.plan_access import with_runner
 
 
@@ -115,6 +116,13 @@ class Pair(UserDict[str, Tensor]):
         return self["left"] - self["right"]
 
 
+class Table(dict[str, Tensor]):
+    """A dictionary whose items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
 class OfObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +140,9 @@ def step(model: nn.Module, one: Any) -> list[Tensor]:
     return [loss.detach()]
 
 
-@pytest.mark.parametrize("make", [Graph, lambda x: Pair(left=x, right=x.flip(1))])
+@pytest.mark.parametrize(
+    "make", [Graph, lambda x: Pair(left=x, right=x.flip(1)), lambda x: Table(x=x, other=x.flip(1))]
+)
 def test_objects_of_any_class_are_opened_and_new_ones_need_no_new_plan(make: Callable[[Tensor], Any]) -> None:
     torch.manual_seed(0)
     plain = OfObject()
@@ -146,19 +156,27 @@ def test_objects_of_any_class_are_opened_and_new_ones_need_no_new_plan(make: Cal
 
 class Growing(OfObject):
     def forward(self, batch: dict[str, list[Any]]) -> Tensor:
-        batch["of"][0].store.x = super().forward(batch)
-        return batch["of"][0].store.x
+        (one,) = batch["of"]
+        y = super().forward(batch)
+        if isinstance(one, Table):
+            one["y"] = y
+        else:
+            one.store.y = y
+        return y
 
 
-def test_a_model_that_changes_the_object_it_is_called_with_is_planned_in_parts() -> None:
+@pytest.mark.parametrize("make", [Graph, lambda x: Table(x=x)])
+def test_a_model_that_changes_the_object_it_is_called_with_is_planned_in_parts(
+    make: Callable[[Tensor], Any],
+) -> None:
     torch.manual_seed(0)
     plain = Growing()
     options: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "refine": False}
     planned = rematplan.apply(copy.deepcopy(plain), "min", **options)
 
     def changed(model: nn.Module, given: Tensor) -> list[Tensor]:
-        one = Graph(given)
-        return [*step(model, one), one.store.x.detach()]
+        one = make(given)
+        return [*step(model, one), (one if isinstance(one, Table) else one.store).y.detach()]
 
     for _ in range(3):
         x = torch.randn(4, 6)
@@ -185,3 +203,21 @@ def test_parts_are_measured_once_for_objects_that_cannot_be_opened() -> None:
         equal_after(lambda model, given=one: step(model, given), planned, plain)
         divided.add(id(with_runner(planned)._rematplan.parts.last))
     assert len(divided) == 1
+
+
+class Giving(nn.Linear):
+    """Its result is also in a dictionary of a class that pytrees do not open."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Table]:
+        y = super().forward(x)
+        return y, Table(y=y.sin())
+
+
+def test_a_dictionary_that_pytrees_do_not_open_is_no_result() -> None:
+    planned = rematplan.plan_module(
+        Giving(6, 6), (torch.ones(4, 6),), budget="100%", costs="roofline", refine=False
+    )
+    y, table = planned(torch.ones(4, 6))
+    y.sum().backward()
+    with pytest.raises(ModelError, match="returns a Table"):
+        table["y"]
