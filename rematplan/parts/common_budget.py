@@ -17,7 +17,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
 from rematplan.parts.around_parts import NOTHING, AroundParts
 from rematplan.parts.live_bytes import bytes_of
-from rematplan.parts.rehearsal import EqualParts, Rehearsed
+from rematplan.parts.rehearsed import EqualParts, Rehearsed
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate

@@ -29,7 +29,8 @@ from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search
 from rematplan.parts.left_tensors import attribute_tensors
 from rematplan.parts.live_bytes import bytes_of
 from rematplan.parts.patched import Patches
-from rematplan.parts.rehearsal import EqualParts, Rehearsal, Rehearsed, inside, repeated_bytes
+from rematplan.parts.rehearsal import Rehearsal, repeated_bytes
+from rematplan.parts.rehearsed import EqualParts, Rehearsed, inside
 from rematplan.parts.sharded_weights import check_weights, with_shards
 from rematplan.plans.on_infeasible import reaction
 from rematplan.plans.options import RAISE, PlanOptions

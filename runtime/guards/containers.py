@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import is_
 from typing import Any
 
@@ -165,3 +166,12 @@ def refilled(now: Any, after: Any) -> Any:
         return now if len(now) == len(after) and all(map(is_, now, parts)) else copied(after)
     refill(now, parts)
     return now
+
+
+def lists_any(value: Any, own: Collection[int]) -> bool:
+    """Return whether a container has an object, or a weak reference to one, whose id is in ``own``."""
+    return any(
+        id(item() if isinstance(item, weakref.ref) else item) in own
+        for one in containers_in(value)
+        for item in items_in(one)
+    )

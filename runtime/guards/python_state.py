@@ -6,7 +6,6 @@ guard checks the state that was read.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from rematplan.runtime.guards.containers import (
     containers_in,
     content,
     copied,
-    items_in,
+    lists_any,
     refill,
     unchanged_content,
 )
@@ -107,7 +106,7 @@ class PythonState:
             for tensor in namespace.values.get(kind, {}).values()
         }
         for namespace in self.namespaces:
-            namespace.left_out = {n for n, v in namespace.values.items() if n in TENSORS or _lists(v, own)}
+            namespace.left_out = {n for n, v in namespace.values.items() if n in TENSORS or lists_any(v, own)}
             namespace.before = {
                 name: value for name, value in namespace.values.items() if name not in namespace.left_out
             }
@@ -449,12 +448,3 @@ def _is_watched(kind: type) -> bool:
     """Return whether accesses to attributes of a class's objects can be recorded. Classes implemented in C are
     immutable."""
     return bool(kind.__flags__ & 1 << 9) and not kind.__flags__ & 1 << 8
-
-
-def _lists(value: Any, own: set[int]) -> bool:
-    """Return whether a container has a parameter or buffer, or a weak reference to one. ``own``: their ids."""
-    return any(
-        id(item() if isinstance(item, weakref.ref) else item) in own
-        for one in containers_in(value)
-        for item in items_in(one)
-    )
