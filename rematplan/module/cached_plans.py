@@ -17,6 +17,7 @@ import torch
 from rematplan.module.least_recently_used import Recent
 from rematplan.module.plan_swaps import Running
 from rematplan.module.steps import Steps
+from rematplan.module.symbolic_forward import Instance
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
@@ -44,6 +45,8 @@ class CacheEntry:
     """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
     steps: Steps
     """The captured step, without statistics and before the planner changed it."""
+    instance: Instance | None = None
+    """The sizes of the call in a capture with symbolic sizes; None without such a capture."""
     carried: bool = False
     """Whether the plan was made at other sizes, so that the step of these sizes was not made."""
     statistics: StatisticsStep | None = None

@@ -164,11 +164,38 @@ class Captures:
                 if found is not None:
                     shapes.carry(forward)
                     steps = Steps(instance.step, arrived)
-                    running = Running.of(found, _compiler(plans, instance, steps))
-                    running.compiled.first_runs.pass_all()
+                    running = _running(found, plans, instance, steps)
                     constants = forward.constants_at(sizes)
-                    return CacheEntry(running, forward.outputs, constants, guard, steps, carried=True)
+                    return CacheEntry(
+                        running, forward.outputs, constants, guard, steps, instance, carried=True
+                    )
         return None
+
+    def with_gradients(
+        self, entry: CacheEntry, planner: Planner, held: int, names: frozenset[str]
+    ) -> CacheEntry:
+        """Return the entry for a call that begins with gradients of earlier steps, of ``held`` bytes: with a plan of
+        other sizes if one is known to fit.
+
+        ``names``: the parameters that have such gradients. It is ``entry`` if its plan fits.
+        """
+        instance, plan = entry.instance, entry.plan
+        beside = planner.beside_gradients(plan, held, names) if instance else None
+        plans = None
+        if instance is not None and beside is not None:
+            plans = instance.forward.plans((entry.steps.arrived, names, held), self.most)
+            with suppress(NotSymbolic):
+                found = plans.carried(instance.sizes, instance.batch)
+                if found is not None:
+                    running = _running(found, plans, instance, entry.steps)
+                    return replace(entry, running=running, carried=True, with_gradients={})
+        made = planner.with_gradients(entry.captured, plan, held, names)
+        if made is None:
+            return entry
+        if plans is not None and made.spare:
+            assert instance and beside and made.problem
+            plans.learn(instance.sizes, instance.batch, made.step, made.problem, beside)
+        return replace(entry, running=Running.of(made), with_gradients={})
 
     def _planned(
         self,
@@ -194,7 +221,7 @@ class Captures:
                 _learn_around(plans, instance, planner, arrived)
                 compile_ = _compiler(plans, instance, steps)
         running = Running.of(found, compile_)
-        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps)
+        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps, instance)
         trained = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, trained)
 
@@ -238,6 +265,13 @@ def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arriv
                 step, problem = planner.problem_at(with_expected_tangents(other.step, arrived))
                 plans.learn(other.instance.sizes, other.instance.batch, step, problem, planner)
                 planner.plan_ahead(problem)
+
+
+def _running(found: StepPlan, plans: SizedPlans, instance: Instance, steps: Steps) -> Running:
+    """Return a plan of other sizes in compiled form for the batch of ``instance``."""
+    running = Running.of(found, _compiler(plans, instance, steps))
+    running.compiled.first_runs.pass_all()
+    return running
 
 
 def _compiler(

@@ -20,7 +20,6 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.existing_gradients import existing_gradients, gradient_storage
 from rematplan.module.forward_capture import Original, Tracing
-from rematplan.module.plan_swaps import Running
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.module.steps import Steps
 from rematplan.module.unplanned_calls import UnplannedCalls
@@ -389,9 +388,8 @@ class Runner:
     def _planned_with_gradients(self, entry: CacheEntry, held: int, names: frozenset[str]) -> CacheEntry:
         if entry.carried and entry.plan.budget is not None and entry.plan.peak + held <= entry.plan.budget:
             return entry
-        targets = {target for name, target in entry.targets.items() if name in names}
-        found = self.planner.with_gradients(entry.captured, entry.plan, held, targets)
-        return entry if found is None else replace(entry, running=Running.of(found), with_gradients={})
+        targets = frozenset(target for name, target in entry.targets.items() if name in names)
+        return self.captures.with_gradients(entry, self.planner, held, targets)
 
     def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
         """Return an entry whose backward also takes the gradients of the outputs ``arrived``, planned if needed.

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.core.schedule import Schedule
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.resizing import Resizing
@@ -56,9 +55,11 @@ class _StepStructure:
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
     """Compiled plans that serve all sizes, by the key of the schedule, the one used last at the end."""
 
-    def compiled(self, key: bytes, schedule: Schedule, most: int) -> CompiledPlan:
-        """Return the compiled plan of a schedule for all sizes, from ``sources`` or new. At most ``most`` are kept."""
-        found = self.sources.pop(key, None) or CompiledPlan(self.step, schedule, for_any_sizes=True)
+    def compiled(self, key: bytes, made: StepPlan, most: int) -> CompiledPlan:
+        """Return the compiled form of a plan for all sizes, from ``sources`` or new. At most ``most`` are kept."""
+        found = self.sources.pop(key, None)
+        if found is None:
+            found = CompiledPlan(self.step, made.plan.schedule, spare=made.spare, for_any_sizes=True)
         self.sources[key] = found
         while len(self.sources) > most:
             self.sources.popitem(last=False)
@@ -133,8 +134,7 @@ class SizedPlans:
         key, source, most, opened = alike.resizing.key, alike.compiled, self.most, alike.carrier.with_inverses
 
         def compile_(found: StepPlan) -> CompiledPlan:
-            schedule = found.plan.schedule
-            return source(key(schedule), schedule, most).at(sizes, lambda: opened(made()))
+            return source(key(found.plan.schedule), found, most).at(sizes, lambda: opened(made()))
 
         return compile_
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +25,8 @@ from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_batch import with_counts
 from rematplan.runtime.symbols.symbolic_step import OpenStep
 
+KINDS = 8
+"""The largest number of kinds of steps (`OpenForward.plans`) of one capture whose plans are used at other sizes."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 """Types of values among a forward's outputs that cannot contain a hidden size."""
 
@@ -149,13 +151,19 @@ class OpenForward:
         of sizes. ``sizes``: the values of all size expressions."""
         return tuple(_closed(c, sizes) for c in self.constants)
 
-    def plans(self, arrived: frozenset[str], most: int) -> SizedPlans:
-        """Return what uses plans of this capture's steps at other sizes: one object for each set ``arrived`` of
-        outputs with unexpected gradients."""
-        return self._plans.setdefault(arrived, SizedPlans(self.step, most))
+    def plans(self, kind: Hashable, most: int) -> SizedPlans:
+        """Return what uses plans of this capture's steps at other sizes: one object for each ``kind`` of steps.
+
+        Kinds differ in the outputs with unexpected gradients, and in gradients of earlier steps. The latest are kept.
+        """
+        found = self._plans.pop(kind, None) or SizedPlans(self.step, most)
+        self._plans[kind] = found
+        while len(self._plans) > KINDS:
+            del self._plans[next(iter(self._plans))]
+        return found
 
     @cached_property
-    def _plans(self) -> dict[frozenset[str], SizedPlans]:
+    def _plans(self) -> dict[Hashable, SizedPlans]:
         return {}
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import StoreAll
@@ -56,7 +58,7 @@ from rematplan.runtime.fuse.fuse import fuse
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
-from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes
+from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes, waiting_bytes
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 
@@ -258,7 +260,23 @@ class Planner(StepProblems):
             return background_search(self.options, self.store, step, other, plan)
 
         found = search if self.options.refines else None
-        return Resizing(problem, step, storages, amount, self.store.family(problem), found)
+        waiting = partial(self._waiting, step) if self.added else None
+        return Resizing(problem, step, storages, amount, self.store.family(problem), found, waiting)
+
+    def _waiting(self, step: CapturedStep, schedule: Schedule) -> Sequence[int]:
+        """Return the bytes of gradients that wait if every segment of the backward ends as early as possible. They are
+        as large as parameters, whatever the batch is."""
+        return waiting_bytes(step, schedule, (0,) * len(schedule), self.added)
+
+    def beside_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
+        """Return the planner of steps that begin with gradients of earlier steps; None if ``plan`` fits with them, or
+        plans may not be used at other sizes."""
+        changed = self.options.fuses or self.options.split != UNSPLIT
+        if changed or not self.bounds_one_call or not self._carries or plan.budget is None:
+            return None
+        if plan.peak + gradients <= plan.budget:
+            return None
+        return replace(self, added=frozenset(names)).within(max(1, plan.budget - gradients))
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
         """Return a plan that frees each new gradient as it is added to the earlier one, or None if that is

@@ -17,6 +17,7 @@ import numpy as np
 from rematplan.ir import TrainingGraph
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
+from rematplan.planner.core.simulator import resident_bytes
 from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
@@ -66,6 +67,9 @@ class Resizing:
     search: Callable[[TrainingGraph, Plan], Refining | None] | None = None
     """Returns a search for a better plan of a problem, or None if none is needed; None if the options exclude
     searches."""
+    waiting: Callable[[Schedule], Sequence[int]] | None = None
+    """Returns, by position of a schedule, the bytes of freed gradients that are not yet added to those of earlier
+    steps; None if no new gradient is freed before the step ends."""
     corners: list[Corner] = field(default_factory=list)
     """The sizes at which the problem is known."""
     searches: list[Refinement] = field(default_factory=list)
@@ -129,6 +133,8 @@ class Resizing:
         plan = None if amounts is None else self._best(amounts)
         if amounts is None or plan is None:
             return None
+        if self.waiting is not None:
+            return self._adding(plan, amounts, self.waiting)
         if not plan.estimate.reruns:  # nothing is cheaper
             return StepPlan(self.step, plan)
         search = self.search
@@ -141,6 +147,16 @@ class Resizing:
             self.searches,
         )
         return StepPlan(self.step, plan, refinement=better)
+
+    def _adding(
+        self, plan: Plan, amounts: Amounts, waiting: Callable[[Schedule], Sequence[int]]
+    ) -> StepPlan | None:
+        """Return a plan that frees new gradients once they are added; None if gradients that wait exceed the budget."""
+        resident = resident_bytes(self._problem(amounts), plan.schedule)
+        late = waiting(plan.schedule)
+        if any(held + more > self.budget for held, more in zip(resident, late, strict=True)):
+            return None
+        return StepPlan(self.step, plan, spare=(0,) * len(plan.schedule))
 
     def _best(self, amounts: Amounts) -> Plan | None:
         member = self.family.best(amounts, self.budget)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ProblemError, show_bytes
+from rematplan.plans.planner import Planner
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
@@ -300,3 +301,34 @@ def test_a_saved_plan_that_counts_them_is_for_accumulation(tmp_path: Path) -> No
     assert loaded.plan.schedule == planned.plan.schedule
     assert max(peaks_of_accumulation(loaded, 3, few)) <= planned.plan.budget
     assert len(loaded.plans) == 1
+
+
+def test_between_sizes_with_plans_for_earlier_gradients_no_further_step_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched, search = list[str](), Planner.with_gradients
+    monkeypatch.setattr(Planner, "with_gradients", lambda *given: searched.append("") or search(*given))
+    model = network()
+    plain, budget = copy.deepcopy(model), tight(model, 0.5)
+    asked = rematplan.Auto(time_limit=1)
+    planned = rematplan.plan_module(model, (batch()[0],), budget=budget, strategy=asked, costs="roofline")
+    rows = [ROWS, 240, 255, 244, 252, 241, 248, 254]
+    peaks, counts = list[int](), list[int]()
+    for one in rows:
+        x, labels = (t[:one].clone() for t in batch(one))
+        for network_ in (planned, plain):
+            resident = x.nbytes + sum(p.nbytes for p in network_.parameters()) + gradients(network_)
+
+            def step(x: Tensor = x, labels: Tensor = labels, network_: nn.Module = network_) -> None:
+                functional.cross_entropy(network_(x), labels).backward()
+
+            peaks.append(resident + peak_above_entry(step, CPU)[0])
+        counts.append(len(searched))
+        assert all(
+            torch.equal(ours.grad, eager.grad)
+            for ours, eager in zip(planned.parameters(), plain.parameters(), strict=True)
+        )
+    assert max(peaks[::2]) <= budget < min(peaks[3::2])
+    assert counts[:3] == [0, 1, 2]
+    assert counts[-1] == 2
+    assert planned.plan.budget == budget - gradients(planned)
