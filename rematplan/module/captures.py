@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,9 +182,10 @@ class Captures:
         """
         instance, plan = entry.instance, entry.plan
         beside = planner.beside_gradients(plan, held, names) if instance else None
-        plans = None
+        learn = None
         if instance is not None and beside is not None:
             plans = instance.forward.plans((entry.steps.arrived, names, held), self.most)
+            learn = partial(plans.learn, instance.sizes, instance.batch, carrier=beside)
             with suppress(NotSymbolic):
                 found = plans.carried(instance.sizes, instance.batch)
                 if found is not None:
@@ -192,9 +194,8 @@ class Captures:
         made = planner.with_gradients(entry.captured, plan, held, names)
         if made is None:
             return entry
-        if plans is not None and made.spare:
-            assert instance and beside and made.problem
-            plans.learn(instance.sizes, instance.batch, made.step, made.problem, beside)
+        if learn and made.spare and made.problem:
+            learn(made.step, made.problem)
         return replace(entry, running=Running.of(made), with_gradients={})
 
     def _planned(
