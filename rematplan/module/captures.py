@@ -181,11 +181,11 @@ class Captures:
         ``names``: the parameters that have such gradients. It is ``entry`` if its plan fits.
         """
         instance, plan = entry.instance, entry.plan
-        beside = planner.beside_gradients(plan, held, names) if instance else None
+        adding = planner.adding_to_gradients(plan, held, names) if instance else None
         learn = None
-        if instance is not None and beside is not None:
+        if instance is not None and adding is not None:
             plans = instance.forward.plans((entry.steps.arrived, names, held), self.most)
-            learn = partial(plans.learn, instance.sizes, instance.batch, carrier=beside)
+            learn = partial(plans.learn, instance.sizes, instance.batch, carrier=adding)
             with suppress(NotSymbolic):
                 found = plans.carried(instance.sizes, instance.batch)
                 if found is not None:

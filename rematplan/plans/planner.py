@@ -268,7 +268,7 @@ class Planner(StepProblems):
         as large as parameters, whatever the batch is."""
         return waiting_bytes(step, schedule, (0,) * len(schedule), self.added)
 
-    def beside_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
+    def adding_to_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
         """Return the planner of steps that begin with gradients of earlier steps; None if ``plan`` fits with them, or
         plans may not be used at other sizes."""
         changed = self.options.fuses or self.options.split != UNSPLIT
