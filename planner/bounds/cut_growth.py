@@ -23,7 +23,7 @@ apply."""
 FEW = 4
 """The number of prominent ops whose linear relaxations are compared for the next cut."""
 
-BACK = 0.2
+BACK = 0.3
 """The share of the effort for the search back in time."""
 
 FIRST = 1.0

@@ -32,18 +32,18 @@ from rematplan.planner.core.effort import Effort
 
 LARGE = 8
 """Tensors of more bytes than the largest one's, divided by this, are tracked."""
-STATES = 1 << 14
+STATES = 1 << 15
 """With so many states at a cut the search gives up."""
-TRIAL, BRANCHES = 1_000_000, 50_000_000
-"""After so many branches the search gives up: until it has proven anything, and then. The latter take a second."""
+TRIAL, BRANCHES = 1_000_000, 30_000_000
+"""After so many branches the search gives up: until it has proven anything, and then. The latter take half a second."""
 BRANCHES_PER_MOVE = 300
-FEW, NEAR = 128, 0.03
+FEW, NEAR = 256, 0.03
 """The runs before a cut are bounded for each state if there are at most so many, and the cheapest one is so near to the
 overhead that is to be proven."""
 NOTHING_LENT = 1e30
 """The cost of a lent byte if no output can be made again, as a share of the base cost."""
-STEP, LAST_STEP = 0.01, 0.002
-"""The first increase of the overhead that is to be proven, and the smallest."""
+STEP, LONGEST_STEP, LAST_STEP = 0.01, 0.025, 0.002
+"""The first, the largest and the smallest increase of the overhead that is to be proven."""
 
 
 class TailSearch:
@@ -186,5 +186,5 @@ def highest_proven(search: TailSearch, known: float, effort: Effort) -> float:
         effort.charge(moves=looked // BRANCHES_PER_MOVE)
         known += step if proven else 0.0
         useful, failed = useful or proven, failed or not proven
-        step *= 2.0 if not failed else 1.0 if proven else 0.25
+        step = min(1.5 * step, LONGEST_STEP) if not failed else step if proven else step / 4
     return known
