@@ -306,6 +306,16 @@ def test_the_features_of_a_recurrent_layer_are_served_for_each_number_of_samples
     assert rematplan.planning(planned).stats().captures == 1
 
 
+def test_the_expanded_gradient_of_a_loss_of_one_feature_has_the_strides_of_a_number() -> None:
+    model = Of(lambda m, x: m.parts[0](x * m.w).flatten(0, 1).square().mean(), nn.Linear(WIDTH, 1))
+    planned, plain = planned_and_plain(model, *sequence(2, 3))
+    for rows in (4, 4, 3, 3, 5, 5):
+        batch = sequence(rows, 3)
+        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+    stats = rematplan.planning(planned).stats()
+    assert (stats.open_captures, stats.reasons) == (1, ())
+
+
 def test_a_gradient_that_nothing_needs_has_no_layout_to_check() -> None:
     parts = nn.Conv2d(1, 8, 4, 4), nn.LayerNorm(8)
     model = Of(lambda m, x: m.parts[1](m.parts[0](x).flatten(2).mT) * m.w[:1], *parts)

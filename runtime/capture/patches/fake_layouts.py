@@ -295,12 +295,13 @@ def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any
 
 
 def _strides_of_ones(fake: torch.Tensor, real: torch.Tensor, now: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return the strides of ``fake``; a dimension of size 1 gets the stride that it has in a contiguous tensor, if all
-    strides are those of ``real`` then."""
+    """Return the strides of ``fake``; a dimension of size 1 gets the stride that it has in a contiguous tensor, or 0 as
+    in an expanded number, if all strides are those of ``real`` then."""
     strides = list(fake.stride())
     for dim in reversed(range(fake.ndim)):
         if real.shape[dim] == 1 and now(strides[dim]) != real.stride(dim):
-            strides[dim] = fake.shape[dim + 1] * strides[dim + 1] if dim + 1 < fake.ndim else 1
+            inner = fake.shape[dim + 1] * strides[dim + 1] if dim + 1 < fake.ndim else 1
+            strides[dim] = inner if real.stride(dim) else 0
     return strides if now(tuple(strides)) == real.stride() else fake.stride()
 
 
