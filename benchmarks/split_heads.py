@@ -1,6 +1,6 @@
 """Split plans against heads that are divided by hand, on this CPU: peak and time of a training step without optimizer.
 
-usage: python benchmarks/split_heads.py [llama gpt] [--rounds 7] [--seconds 10] [--kernels eager]
+usage: python benchmarks/split_heads.py [llama gpt] [--rounds 7] [--seconds 10]
 
 One run measures all in turn: the loss of whole scores (eager), chunks of tokens under `torch.utils.checkpoint`, a fused
 linear cross entropy (the algorithm of Liger: each chunk's gradients in its forward) and `F.linear_cross_entropy`. At
@@ -136,8 +136,8 @@ def gpt(head: Head) -> LanguageModel:
 MODELS = {"llama": llama, "gpt": gpt}
 
 
-def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float, kernels: str) -> list[str]:
-    """Measure a model with each head, and a plan at the peak of each. ``kernels``: of the plans."""
+def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float) -> list[str]:
+    """Measure a model with each head, and a plan at the peak of each."""
     model = make(whole)
     tokens = torch.randint(VOCABULARY, (4, TOKENS + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -147,9 +147,7 @@ def table(make: Callable[[Head], LanguageModel], rounds: int, seconds: float, ke
         own.head = head
         by_hand.append(Measured(name, stepper(own, batch), peak_of(own, batch)))
     plans = [
-        planned(
-            model, batch, one.peak, f"plan at the peak of {one.name}", seconds, split="auto", kernels=kernels
-        )
+        planned(model, batch, one.peak, f"plan at the peak of {one.name}", seconds, split="auto")
         for one in by_hand
     ]
     measured = [*by_hand, *(one for one in plans if one is not None)]
@@ -180,13 +178,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--kernels", default="eager", choices=("eager", "fused"), help="those of the plans")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.names:
         torch.manual_seed(0)
-        lines = table(MODELS[name], args.rounds, args.seconds, args.kernels)
-        print(f"\n{name}", *lines, sep="\n", flush=True)
+        print(f"\n{name}", *table(MODELS[name], args.rounds, args.seconds), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ def plan_stage(
         budget: bytes or a percentage, as for `plan_module`. A budget that no plan fits raises.
         strategy, costs, policy, dynamic_shapes, loss_memory, reserved: as for `plan_module`. If ``in_flight`` is above
             1 or ``deferred`` is stated, plans have one lane, and of the options of ``auto`` the search follows
-            ``time_limit``, ``seed`` and ``gap``. A saved plan and others of its options are refused.
+            ``time_limit``, ``moves``, ``seed`` and ``gap``. A saved plan and others of its options are refused.
         on_infeasible: as for `plan_module`, if ``in_flight`` is 1 and ``deferred`` is None; otherwise only ``raise``.
         split, kernels: as for `plan_module`.
 

@@ -95,8 +95,8 @@ def plan_pipeline(
             ``ranks`` is given and a default process group exists, its first process chooses for all, so all must call
             this function.
         strategy: the planning algorithm, as for `plan_module`, with one lane. Of the options of ``auto`` the search
-            follows ``time_limit``, ``seed`` and ``gap``. The time limit is for each rank, and for the cuts. If no plans
-            fit a rank, searches for the smallest budget take up to five times as long.
+            follows ``time_limit``, ``moves``, ``seed`` and ``gap``. The limits are for each rank, and the time limit
+            for the cuts, too.
         costs: how the costs of ops are determined: ``profile``, ``roofline`` or a file, as for `plan_module`.
         loss_memory: the peak of the loss, such as ``3x`` or ``1GiB``, as for `plan_module`.
         loss_fn: the loss that `Pipeline.schedule` will get. Its first argument is the model's output; for a tuple of

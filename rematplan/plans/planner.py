@@ -271,8 +271,7 @@ class Planner(StepProblems):
     def adding_to_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
         """Return the planner of steps that begin with gradients of earlier steps; None if ``plan`` fits with them, or
         plans may not be used at other sizes."""
-        changed = self.options.fuses or self.options.split != UNSPLIT
-        if changed or not self.bounds_one_call or not self._carries or plan.budget is None:
+        if self.options.rewrites or not self.bounds_one_call or not self._carries or plan.budget is None:
             return None
         if plan.peak + gradients <= plan.budget:
             return None
