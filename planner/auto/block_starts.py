@@ -9,7 +9,7 @@ from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
-from rematplan.planner.core.strategy import Enough, FamilyStrategy, pareto
+from rematplan.planner.core.strategy import Enough, FamilyStrategy, pareto, silent
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
@@ -68,7 +68,7 @@ def starting_plans(
 def block_front(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
     """Return undominated plans of all block strategies, for any budget: at most `FRONT`, evenly chosen by rising peak.
 
-    Strategies begin until ``effort`` is spent.
+    The first strategy is always run, others begin until ``effort`` is spent.
     """
     found = [no_recompute(graph), *(Reversible().curve(graph, ()) if graph.inverses else ())]
 
@@ -77,11 +77,11 @@ def block_front(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
             raise Enough
 
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
-    for row in blocks if infer_phases(graph).has_phases else ():
+    for at, row in enumerate(blocks if infer_phases(graph).has_phases else ()):
         for member in row:
             with suppress(LatticeTooLarge):
-                if not effort.over:
-                    found += member.family(graph, progress)
+                if not at or not effort.over:
+                    found += member.family(graph, progress if at else silent)
                 break
     front = sorted(pareto(found), key=lambda plan: plan.peak)
     picks = {round(at * (len(front) - 1) / (FRONT - 1)) for at in range(FRONT)}

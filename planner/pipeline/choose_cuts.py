@@ -21,7 +21,13 @@ from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
 from rematplan.planner.pipeline.messages import RANDOM_STATE, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
-from rematplan.planner.pipeline.rank_search import RankPlan, RankSearch, StagePlanner, plans_of_ranks
+from rematplan.planner.pipeline.rank_search import (
+    SHORTEST,
+    RankPlan,
+    RankSearch,
+    StagePlanner,
+    plans_of_ranks,
+)
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_floor import time_floors
 from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, descent, partitions
@@ -276,7 +282,7 @@ class PipelineSearch:
         ranks."""
         searched = enumerate(self._rank_plans(cuts, self._left))
         known = {rank: plan for rank, plan in searched if isinstance(plan, RankPlan)}
-        share = self.seconds / self.schedule.ranks
+        share = max(SHORTEST, self.seconds / self.schedule.ranks)
         others = plans_of_ranks(
             lambda rank, budget: self._rank_search(rank, self._intervals(cuts, rank), budget, share),
             sorted({*range(self.schedule.ranks)} - {*known}),

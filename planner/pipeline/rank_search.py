@@ -33,6 +33,8 @@ from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.planner.strategies.store_all import no_recompute
 
+SHORTEST = 1.0
+"""Seconds that all searches for the plans of one rank may always take, even if the time limit is shorter."""
 CLOSED = 1e-6
 """Microseconds. A lower bound counts as lower than the time of a plan if the difference is more than this."""
 

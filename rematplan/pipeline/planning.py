@@ -27,7 +27,7 @@ from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
 from rematplan.planner.pipeline.choose_cuts import RECOVERING, PipelineSearch, Terms, returned_bytes
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
-from rematplan.planner.pipeline.rank_search import StagePlanner
+from rematplan.planner.pipeline.rank_search import SHORTEST, StagePlanner
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
 from rematplan.planner.pipeline.timeline import Link
 from rematplan.plans.budgets import Budget
@@ -171,7 +171,7 @@ def best_cuts(
 
 def _planner(seconds: float, ranks: int) -> AutoStages:
     """Return a planner of single stages with which searches for all ``ranks`` take about ``seconds`` in total."""
-    return AutoStages(min(LONGEST, seconds / (QUESTIONS * ranks)))
+    return AutoStages(min(LONGEST, max(SHORTEST, seconds / ranks) / QUESTIONS))
 
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:

@@ -13,7 +13,7 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.auto_stages import AutoStages, StrategyStages
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_stage_a_rank
-from rematplan.planner.pipeline.rank_search import RankSearch, StagePlanner
+from rematplan.planner.pipeline.rank_search import SHORTEST, RankSearch, StagePlanner
 from rematplan.planner.pipeline.stage_plan import StagePlan, StandingBytes
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.options import PlanOptions
@@ -22,9 +22,6 @@ from rematplan.plans.splitting import SplitTrial
 from rematplan.plans.stage_problems import backward_spare, stage_problem
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_memory import LossMemory
-
-SHORTEST = 1.0
-"""Seconds that the searches of one planning may always take, even if the time limit is shorter."""
 
 
 def stage_planner(strategy: Strategy) -> StagePlanner:
