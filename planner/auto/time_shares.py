@@ -52,8 +52,8 @@ class TimeShares:
     """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
     the whole time."""
     proof_seconds: float = 0.3
-    """Of many short searches, those of fewer seconds search for no lower bound: the process that solves integer
-    programs takes a tenth of a second to start."""
+    """A short search of a stage looks for a lower bound only if it has at least so many seconds: the process that
+    solves integer programs takes a tenth of a second to start."""
     first_annealing: float = 0.3
     """The share of the time left for an annealing before the block strategies. If it closes the gap to the lower bound,
     the block strategies are not run."""

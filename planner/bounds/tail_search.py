@@ -113,8 +113,8 @@ class TailSearch:
         return False, looked
 
     def before(self, i: int, held: tuple[str, ...] = ()) -> float:
-        """Return what is at least run again before cut ``i``, as a share of the base cost. ``held``: tensors that are
-        resident just before it.
+        """Return a lower bound of what is run again before cut ``i``, as a share of the base cost. ``held``: tensors
+        that are resident just before it.
         """
         key = (i, held)
         if key not in self._before:

@@ -91,7 +91,8 @@ class RankCandidates:
         return chosen
 
     def _by_price(self) -> Iterator[Chosen]:
-        """Yield the choice of least kept bytes, and those of least time if each kept byte costs a certain time."""
+        """Yield the choice that keeps the fewest bytes, and for several prices the one whose time plus price × kept
+        bytes is least."""
         every = [c for found in self.found for c in found]
         time = max(c.figures.times.extra for c in every) or 1.0
         scale = time / max(1, *(c.figures.held.kept for c in every))

@@ -4,14 +4,13 @@ eager mode, fallbacks. Few small kernels are compiled, and models share them."""
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from cpp_compiler import NEEDS_COMPILER
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,9 +22,7 @@ from rematplan.runtime.fuse import fuse, inductor, kernel
 from rematplan.runtime.graph import compat
 from rematplan.runtime.graph.compat import inductor_config
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="no C++ compiler"
-)
+pytestmark = NEEDS_COMPILER
 QUICK = rematplan.Anneal(moves=3000)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpp_compiler import NEEDS_COMPILER
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -91,6 +92,7 @@ def test_a_budget_below_one_tensor_of_scores(model: Head, tokens: Tensor, split:
         assert (got[name] - expected[name]).norm() < 1e-6 * expected[name].norm()
 
 
+@NEEDS_COMPILER
 def test_fused_kernels_of_parts(model: Head, tokens: Tensor, tmp_path: Path) -> None:
     expected = gradients(model, model, tokens)
     scores, fixed = 4 * 128 * 4000 * 4, sum(2 * p.nbytes for p in model.parameters())

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rematplan.ir import Op, Tensor, TrainingGraph
+from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Free, Run, Schedule
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 LOSS = "(loss)"
 WEIGHTS = "(weights)"
+
+
+class WithoutStarts:
+    """A planner of stages that begins from no plans of its own."""
+
+    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
+        return ()
 
 
 def chain_stage(

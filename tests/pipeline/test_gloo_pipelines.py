@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import planned_tasks
 import pytest
+from cpp_compiler import NEEDS_COMPILER
 from gloo_workers import Workers
 
 from rematplan.ir import UsageError
@@ -159,9 +159,10 @@ def test_split_stages_need_less_and_keep_to_it(workers: Workers) -> None:
     assert [a["losses"] for a in found if a["losses"] is not None] == [True]
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
-@pytest.mark.skipif(PIPELINES_SEND_TO_THEMSELVES, reason="torch cannot run these schedules over gloo")
-@pytest.mark.parametrize(("schedule", "stages", "budget"), [("1f1b", 4, "95%"), ("zbv", 8, "1GiB")])
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("schedule", "stages", "budget"), [("1f1b", 4, "95%"), ("interleaved-zb", 8, "1GiB")]
+)
 def test_stages_with_fused_kernels_keep_to_their_promises(
     workers: Workers, schedule: str, stages: int, budget: str
 ) -> None:

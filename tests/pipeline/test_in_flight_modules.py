@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from cpp_compiler import NEEDS_COMPILER
 from torch import nn
 
 import rematplan
@@ -161,7 +161,7 @@ class Gated(nn.Module):
         return x + a.sigmoid() * b
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize(("in_flight", "deferred"), [(3, None), (2, 0), (3, 2)])
 def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None) -> None:
     torch.manual_seed(0)

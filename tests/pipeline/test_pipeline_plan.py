@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import problems
 import pytest
 from replay import replayed
+from stage_chains import WithoutStarts
 from test_stage_slices import one_op_a_block
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, UsageError
@@ -31,11 +32,8 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.pipeline import action_lists
 
 
-class Blocks:
+class Blocks(WithoutStarts):
     """Plans by blocks, quick and the same each time."""
-
-    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
-        return ()
 
     def within(
         self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort

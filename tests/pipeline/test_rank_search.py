@@ -15,7 +15,7 @@ from brute_force import cheapest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import replayed
-from stage_chains import WEIGHTS, chain_stage, in_turn, overwritable, overwriting
+from stage_chains import WEIGHTS, WithoutStarts, chain_stage, in_turn, overwritable, overwriting
 
 from rematplan.ir import CHEAP, InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
@@ -32,11 +32,8 @@ from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.store_all import no_recompute
 
 
-class Exact:
+class Exact(WithoutStarts):
     """Plans tiny problems by looking at all schedules."""
-
-    def starts(self, _graph: TrainingGraph, _effort: Effort) -> Sequence[Plan]:
-        return ()
 
     def within(
         self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
