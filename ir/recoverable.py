@@ -220,7 +220,8 @@ class _RecoverySearch:
         return recipes
 
     def found(self) -> Recovery | None:
-        """Return how to recover the target; None if no inverse that writes it can run."""
+        """Return a recovery by the first inverse of the target that can run, the others as alternatives; None if none
+        can."""
         recipes = self._wanted()
         missing = {name: {t for t in r.reads if not self._is_resident(t)} for name, r in recipes.items()}
         waiting: dict[str, list[str]] = {}

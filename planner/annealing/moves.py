@@ -204,7 +204,7 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     """Make one random move. Return False if it failed; then the caller must undo the edits made.
 
-    ``allowed``: the largest increase of the energy, at which moves are given up. ``orders_only``: change the
+    A move is given up if the energy would rise by more than ``allowed``. ``orders_only``: change the
     order alone.
     """
     kind = uniform(S.random)

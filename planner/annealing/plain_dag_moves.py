@@ -106,8 +106,8 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Recompute ops that share an input with ``op`` just before the run ``node``, if that saves more energy
-    than it costs.
+    """Insert, directly before the run ``node``, each op that shares an input with ``op``, if freeing its earlier
+    results saves more energy than it costs.
     """
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]

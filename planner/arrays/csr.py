@@ -17,8 +17,8 @@ Flags = NDArray[np.bool_]
 
 
 class CSRGraph(NamedTuple):
-    """A planning problem as arrays for compiled loops, with ops and tensors by position. Inputs are no reads:
-    they are always resident.
+    """A planning problem as arrays for compiled loops, with ops and tensors by position. Its ``reads`` leave out
+    inputs, since they are always resident.
     """
 
     reads_at: Ints

@@ -135,7 +135,8 @@ def find_smallest_peak(
     seed: int = 0,
     blocks: Sequence[Plan] | None = None,
 ) -> Plan:
-    """Return the plan with the smallest peak found, no larger than those of ``starts`` whose order is allowed."""
+    """Return the plan with the smallest peak found, at most that of ``starts`` whose order is allowed. A peak of at
+    most ``enough`` bytes ends the search."""
     if blocks is None:
         part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
         blocks = _lean_starts(graph, part, effort, progress, enough)

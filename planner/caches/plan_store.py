@@ -180,8 +180,8 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Add a plan, and its search if it states a budget, to the problem's file, without dominated plans
-        and those beyond the limits.
+        """Write a plan, and its search if it states a budget, to the problem's file. Dominated plans, plans beyond the
+        limits, and the oldest files of other problems are removed.
         """
         file = _file(problem)
         content = _read(file, problem)

@@ -19,7 +19,10 @@ NEARLY = 0.98
 
 
 class LastHeavyRun:
-    """The networks whose minimum cuts bound the peak. Node 0 is the source, 1 the sink; then come ops, then tensors."""
+    """Bounds the peak at the last run of a heavy op: its bytes plus a minimum cut of what must then be resident.
+
+    In the networks, node 0 is the source and 1 the sink; then come ops, then tensors.
+    """
 
     def __init__(self, demands: Demands) -> None:
         self.demands, self.flows = demands, 0

@@ -16,8 +16,10 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 
 def times_on_lanes(plan: Laned, needs: Needs, sharing: Sharing) -> list[tuple[float, float]]:
-    """Return when each run of a plan on two lanes begins and ends, as `makespan` predicts. The last entry is the step's
-    end."""
+    """Return each run's predicted begin and end in the unit of `Op.cost`; the last entry is the step's end, twice.
+
+    While both lanes work, each runs at ``sharing.speed``.
+    """
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
         [

@@ -393,10 +393,8 @@ class RankSearch:
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps
-        between two limits.
-
-        ``low``, ``high``: shares; a ``high`` of 1 means no limit. Infinite: it is proven that no plan fits.
+        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps between the
+        shares ``low`` and ``high`` (as in `RankBudgetShares.bounds`; 1: no limit); infinite if no plan fits.
         """
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []

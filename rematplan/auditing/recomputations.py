@@ -41,7 +41,7 @@ Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 @dataclass
 class OpRun:
-    """One run of an op in a region."""
+    """One run of an op in a checkpointed region, recorded so that forward and recomputation can be compared."""
 
     op: str
     module: str

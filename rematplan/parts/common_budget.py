@@ -51,7 +51,8 @@ plans."""
 
 @dataclass(eq=False)
 class PlannedPart:
-    """The common plan of equal parts: of one forward and backward, while the other parts hold what they keep."""
+    """The plan that parts with equal calls and sizes share. It is for one part's forward and backward, while the other
+    parts hold what they keep."""
 
     step: CapturedStep
     problem: StageProblem

@@ -32,7 +32,7 @@ def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | 
         found = uncompiled_plan(graph, budget, SECONDS)
         LOG.info(
             "%s: the planner's loops are not compiled on this machine yet, which takes about a minute (run rematplan "
-            "warm in advance to avoid it); %s",
+            "info warm in advance to avoid it); %s",
             graph.name,
             "no plan that can be made without them fits the budget, so the first step waits"
             if found is None

@@ -51,8 +51,8 @@ class Corner:
 
 @dataclass(eq=False)
 class Resizing:
-    """The problems of a step, with the same ops and tensors at any sizes, interpolated between known ones, and plans
-    evaluated there."""
+    """Evaluates the known plans of a step at other sizes, between those whose problems are known: bytes exactly,
+    costs by interpolation."""
 
     problem: TrainingGraph
     """The problem at some sizes."""

@@ -18,7 +18,7 @@ COPY = torch.ops.aten.copy_.default
 
 
 class ModuleRoles:
-    """The roles that the tracer of a module describes.
+    """Says what each input and output of a module's joint graph is, from the tracer's descriptions.
 
     ``names``: the module's names by the tracer's. ``outputs``: their number; further ones are checks.
     """

@@ -256,8 +256,8 @@ def _muon(p: torch.Tensor, group: Group) -> float:
 
 @lru_cache(maxsize=256)
 def _product_workspace(less: int, more: int) -> int:
-    """Return the bytes that this CPU needs for a product of Newton-Schulz iteration in addition to operands and
-    result."""
+    """Measure the most bytes that a bfloat16 product in Newton-Schulz iteration needs on this CPU in addition to
+    operands and result. The products are those of a ``less`` × ``more`` matrix and of its square."""
     # Processors with instructions for products of bfloat16 matrices pack the operands.
     x, square = (torch.zeros(less, n, dtype=torch.bfloat16) for n in (more, less))
     needed = 0

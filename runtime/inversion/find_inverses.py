@@ -58,7 +58,10 @@ def with_inverses(
     own_seeds: bool = False,
 ) -> Invertible:
     """Return the step with all inverses that are found. Where one needs it, storages are split and scatters become
-    concatenations."""
+    concatenations.
+
+    ``renormalise``: batch norms may run again without new running statistics. ``own_seeds``: random ops may run again.
+    """
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))

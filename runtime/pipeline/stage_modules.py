@@ -100,8 +100,8 @@ class StageModule:
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the modules before which the graph can be cut, by their first ops, outer ones first. Their ops are
-    contiguous and not at the start."""
+    """Return the modules whose ops are contiguous and not the first of the graph, which can be cut before them. They
+    are sorted by their first ops, outer modules first."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}

@@ -75,8 +75,8 @@ class LossMemory:
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss: `COPIES` times the outputs' bytes, or `FEWER` times if that
-        is much of ``peak``."""
+        """Return the assumed memory of an unknown loss: none if it reads no output, else `COPIES` times the outputs'
+        bytes, or `FEWER` times if the former exceed the share `AMPLE_SHARE` of ``peak``."""
         # A scalar output is taken for a loss of the model, which needs no bytes here, unless a gradient of it
         # arrived in an earlier backward.
         unread = in_own_losses(step) - step.arrived
