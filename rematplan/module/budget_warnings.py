@@ -42,8 +42,8 @@ class BudgetWarnings:
         )
 
     def retained(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn if a backward exceeds the budget because it retains the ``held`` bytes of its forward. ``of_part``:
-        whether the budget is for other modules, too."""
+        """Warn that a backward retains the ``held`` bytes of its forward: if they exceed the budget, or always with
+        ``of_part``. ``of_part``: whether the budget is for other modules, too."""
         needed, most = plan.peak + held, plan.budget
         if not of_part and (most is None or needed <= most):
             return

@@ -175,11 +175,8 @@ class Captures:
     def with_gradients(
         self, entry: CacheEntry, planner: Planner, held: int, names: frozenset[str]
     ) -> CacheEntry:
-        """Return the entry for a call that begins with gradients of earlier steps, of ``held`` bytes: with a plan of
-        other sizes if one is known to fit.
-
-        ``names``: the parameters that have such gradients. It is ``entry`` if its plan fits.
-        """
+        """Return the entry for a call that begins with ``held`` bytes of earlier gradients of the parameters ``names``.
+        It has a plan of other sizes if one is known to fit, and is ``entry`` if the planner keeps its plan."""
         instance, plan = entry.instance, entry.plan
         adding = planner.adding_to_gradients(plan, held, names) if instance else None
         learn = None

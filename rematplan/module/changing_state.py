@@ -27,11 +27,9 @@ def check_state_returns(
     kwargs: dict[str, Any],
     again: Callable[[], object],
 ) -> None:
-    """Refuse a forward that computes with state it changes, unless the state repeats within `MOST_STATES` calls or
-    is set once, like a table.
-
-    The forward runs in eager mode to find out. Afterwards everything is as before.
-    """
+    """Refuse, by `ModelError`, a forward that computes with state it changes, unless the state repeats within
+    `MOST_STATES` calls. State that is set once, like a table, passes if ``again`` can trace a second call. The forward
+    runs in eager mode to find out; all state is restored."""
     read = sorted(state.moving)
 
     def check_next_call() -> None:

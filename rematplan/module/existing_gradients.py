@@ -26,7 +26,8 @@ def existing_gradients(
     inputs: Sequence[torch.Tensor],
     summed: Collection[int],
 ) -> ExistingGradients | None:
-    """Return the gradients of earlier steps that exist now, or None."""
+    """Return the gradients of earlier steps that exist now. None if the parameter ``first`` and all ``inputs`` have
+    none, and no bytes of statistics are ``summed``."""
     of_inputs = [g for t in inputs if (g := gradient_storage(t)) is not None]
     # To be fast, one parameter decides for all.
     if gradient_storage(first) is None and not of_inputs and not summed:

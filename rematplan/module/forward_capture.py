@@ -211,8 +211,8 @@ class Tracing:
 def _own_errors(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
-    """Run a block that captures a model. If it fails and the forward also fails in eager mode, raise eager mode's
-    exception."""
+    """Run a block that captures a model. If it ends in a `ModelError` with a cause, and the forward also fails in eager
+    mode, raise eager mode's exception."""
     try:
         yield
     except ModelError as error:

@@ -259,8 +259,8 @@ class Runner:
                 entry.swap_plan()
 
     def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
-        """At the first training step, let a percentage refer to it if plans were made for the same shapes otherwise,
-        and drop these."""
+        """If a percentage was fixed for this first step's shapes, but other types, modes or layouts, drop the plans,
+        and let it refer to this step."""
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
         # A step of other shapes does not count: its batch may be a small one.

@@ -220,7 +220,8 @@ def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]
 
 
 def _size(place: str, stated: Any) -> Size | None:
-    """Return the size of a dimension that a user stated; None if it may have any, `UsageError` if malformed."""
+    """Return the size of a dimension that a user stated; None if it may have any or is `Dim.STATIC`, `UsageError` if
+    malformed."""
     if stated is None or stated in (Dim.AUTO, Dim.DYNAMIC, Dim.STATIC):
         return None
     if isinstance(stated, int):

@@ -42,11 +42,9 @@ def prove_ranges(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
-    """Find plans for the sizes in a user's ranges, and return where they fit; empty without ranges, or if plans
-    depend on more.
-
-    Raises `UnfitSizes`, or warns, where none fits. Warns of combinations and dimensions that are not proven.
-    """
+    """Find plans for the sizes in a user's ranges, and return where they fit. Empty without ranges, with several calls
+    in flight, reserved gradients, rounding, a saved plan, ``min`` or ``least``. Raises `UnfitSizes`, or warns, as
+    ``on_infeasible`` says, where none fits. Warns of what is not proven."""
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
         return ()  # splits and fused kernels are those of one size
@@ -113,11 +111,8 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 def prove_step(
     planner: Planner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
-    """Return, for each size of one dimension, the best known plan and whether it fits; `auto` searches for more
-    where none does.
-
-    Raises `UsageError` for a budget ``min`` or ``least``.
-    """
+    """Return, for each size of one dimension, the best known plan and whether it fits. If one lacks a plan, `Auto` with
+    a time limit searches for more. `UsageError` for a budget ``min`` or ``least``."""
 
     def capture(size: int) -> TrainingGraph:
         return planner.problem(planner.with_inverses(step_at(size)))

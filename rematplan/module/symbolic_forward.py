@@ -96,9 +96,7 @@ class OpenForward:
     attributes: frozenset[str]
     """The positions, as text, of output tensors that occur only in attributes set by the forward."""
     guard: guards.Guard
-    """``step``, ``constants``, ``guard``: as in `Found`, but with expressions in place of sizes."""
     count: int
-    """``outputs``, ``count``: as in `Found`."""
 
     def found(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()

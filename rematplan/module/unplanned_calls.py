@@ -82,8 +82,8 @@ class UnplannedCalls:
             self.watched.pop().remove()
 
     def tell(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a call, and warn if its backward would give the module's parameters gradients without
-        a planned forward."""
+        """Return the result of ``call``, and warn, once for each ``what``, if its backward would give the module's
+        parameters gradients without a planned forward."""
         if not torch.is_grad_enabled() or any_mode():
             return call()
         before = _FOUND.calls
@@ -103,7 +103,7 @@ class UnplannedCalls:
 
 def watched_methods(kind: type[nn.Module], calls: Callable[[Any], UnplannedCalls]) -> dict[str, Any]:
     """Return the methods of a model's class, by name, as `UnplannedCalls.tell` calls them, without special ones and
-    those of `nn.Module`."""
+    those of `nn.Module`. ``calls``: returns the `UnplannedCalls` of a planned module."""
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}

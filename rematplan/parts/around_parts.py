@@ -88,7 +88,8 @@ class _Bytes:
 
 
 def around_parts(model: nn.Module, parts: Mapping[str, nn.Module]) -> AroundParts:
-    """Return the bytes that FSDP2 needs around the parts of a model."""
+    """Return the bytes that FSDP2 needs around ``parts``, the planned modules by name; `NOTHING` if it shards none of
+    the model's weights."""
     groups = {weight: group for group in groups_of(model) for weight in group.fsdp_params}
     if not groups:
         return NOTHING
@@ -155,6 +156,8 @@ def _bytes(weight: Any, group: Any) -> _Bytes:
     shard, kept = int(weight.padded_sharded_param_size.numel()), gathered_type(weight)
     asked = getattr(weight, "reduce_dtype", weight.mp_policy.reduce_dtype) or own.dtype
     sums = max(asked.itemsize, kept.itemsize)
+    # 100 numbers of float32 on 4 ranks, gathered and reduced in bfloat16 on a CPU: 200 bytes are gathered into a buffer
+    # of 250, since a shard is converted first; gradients have 200, the buffer of their reduction 200, a shard 100.
     gathered = allocated(ranks * shard * kept.itemsize, device)
     buffer = ranks * shard * kept.itemsize + (shard * kept.itemsize if kept != own.dtype else 0)
     after = group.post_forward_mesh_info

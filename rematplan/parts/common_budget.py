@@ -69,8 +69,8 @@ class PlannedPart:
         return step.calls == self.step.calls and step.storage_bytes == self.step.storage_bytes
 
     def plan(self, step: CapturedStep) -> StepPlan:
-        """Return a plan of a part's step that keeps no more than the present one; if there is none, warn, and keep
-        least."""
+        """Return a plan of a part's step that keeps and needs no more than the present one. If none is found, return
+        the one that keeps least, and warn if that exceeds it."""
         if self.is_of(step):
             return replace(self.made, step=self.planner.with_inverses(step))
         form, problem = part_problem(step, self.planner, self.figures.stage)
@@ -239,7 +239,7 @@ def common_search(
     around: AroundParts = NOTHING,
 ) -> CommonSearch:
     """Return the search, not run yet, for the plans of a model's parts. ``fixed``: the budget in bytes, if it is known
-    already."""
+    already. ``accumulating``: whether gradients of earlier steps exist. ``around``: what FSDP2 needs."""
     planner, calls = Planner(of_part(asked)), Counter(group for _, group in rehearsed.calls)
     forms, stages = {}, []
     for number, (group, times) in enumerate(calls.items()):
@@ -346,7 +346,8 @@ def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: 
 def _searching(
     stages: list[StageProblem], actions: RankActions, asked: PlanOptions, fixed: int | None, least: int
 ) -> RankSearch:
-    """Return the search for the parts' plans within the budget. ``least``: the bytes of the optimizer's step."""
+    """Return the search for the parts' plans within ``fixed`` bytes; None: within the stated budget. ``least``: the
+    bytes of the optimizer's step."""
 
     effort = common_effort(asked, FIRST if asked.takes_quick_plans else math.inf)
 

@@ -104,7 +104,8 @@ class PlannedParts:
         return PlannedParts(planner, self.find, self.error)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a training call of the model."""
+        """Run a training call of the model, its parts by their plans. A call of a new kind is rehearsed and planned
+        first."""
         self.prepare(original, args, kwargs)
         assert self.last
         model, ran = original.model, Counter[str]()
@@ -156,7 +157,8 @@ class PlannedParts:
         return [name for name in self.parts if name not in known and not inside(name, called)]
 
     def _learn(self, modules: Mapping[str, nn.Module], ran: Counter[str]) -> None:
-        """Expect, with a warning, what ran more often than in the rehearsal. ``ran``: how often each part has run."""
+        """Warn of what ran more often than in the rehearsal, expect it from now on, and drop the divisions of that
+        rehearsal. ``ran``: how often each part has run."""
         assert self.last
         rehearsed = self.last.plan.rehearsed
         expected = Counter(name for name, _ in rehearsed.calls)
@@ -206,7 +208,8 @@ class PlannedParts:
         return self.last.plan
 
     def _leave_out_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let parts that had another graph in many calls be no parts any longer, unless no others are left."""
+        """Let parts that had another graph in many calls be no parts any longer. They stay if the user stated them, or
+        nothing can be planned without them."""
         runners = self.last.runners.items() if self.last and self.error is not None else ()
         anew = {name for name, one in runners if one.captures.goes_on} - self._stay
         if not anew:

@@ -79,7 +79,8 @@ class Rehearsal:
         self._patches = Patches({one.model: partial(self._part, name, one) for name, one in own.items()})
 
     def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        """Rehearse a call of the model."""
+        """Rehearse a call of the model, restore all state, and return what was measured. It holds only if ``unfit`` is
+        empty afterwards."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
         leaves = flattened_call(args, kwargs)[0]
         self._given = tensors_in(leaves)

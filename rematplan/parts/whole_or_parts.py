@@ -90,7 +90,8 @@ class WholeOrParts(Runner):
         return [*planned.runners.values()] if planned else (self,)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model by its plan or the plans of its parts."""
+        """Run the model by its plan or the plans of its parts. Calls without gradients, and those that another tracer
+        traces, run without a plan."""
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
         self._count_replica(original.model)
@@ -184,7 +185,8 @@ class WholeOrParts(Runner):
     def _try_parts(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], error: CapturedAnew
     ) -> None:
-        """Let the model be planned in parts, which are captured once, unless they need more than the plans so far."""
+        """Let the model be planned in parts, which are captured once, unless none can be, or they need more than the
+        largest budget so far. Warn of the outcome."""
         known, needed, text = (self.plans, self.captures), 0, ""
         most = max(one.plan.budget or one.plan.peak for one in self.plans.plain())
         try:
@@ -208,8 +210,8 @@ class WholeOrParts(Runner):
         )
 
     def _is_whole_now(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Plan the whole if only the first call, which has changed settings, could not be captured. Return whether it
-        is planned."""
+        """Plan the whole at the second call in parts, if the first one changed settings, and keep that if it fits the
+        budget. Return whether it is kept."""
         parts, before = self.parts, self.settings
         if self.modules is not None or parts is None or before == () or isinstance(parts.error, CapturedAnew):
             return False

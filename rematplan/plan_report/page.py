@@ -291,7 +291,8 @@ class _Bar:
 
 
 def _bars(laned: Laned, found: Replay, times: Sequence[tuple[float, float]], again: bool) -> Iterator[_Bar]:
-    """Yield the runs as bars. Runs that would be narrower than a pixel are one bar with those that follow."""
+    """Yield the first runs, or those that run ``again``, as bars. Runs that would be narrower than a pixel are one bar
+    with those that follow."""
     narrow = times[-1][1] / PIXELS
     for lane in (MAIN, RECOVERY):
         bar: _Bar | None = None

@@ -122,7 +122,8 @@ class Held:
 
 
 def held_at_peak(graph: TrainingGraph, plan: Plan, replayed: Replay, most: int = 10) -> tuple[Held, ...]:
-    """Return the largest tensors that are resident at a plan's peak, inputs apart; the largest first."""
+    """Return the ``most`` largest tensors that are resident at a plan's peak, the largest first, without inputs; none
+    if the inputs alone are the peak."""
     if plan.estimate.peak_at < 0:
         return ()
     at = sum(isinstance(step, Run) for step in plan.schedule[: plan.estimate.peak_at + 1]) - 1
@@ -195,8 +196,8 @@ def run_again(graph: TrainingGraph, replayed: Replay) -> Branch:
 
 
 def folded(branch: Branch) -> Iterator[tuple[str, int, Branch]]:
-    """Yield the submodules of a branch as a name, how many alike it stands for, and the first of them, with the time of
-    all of them."""
+    """Yield the submodules of a branch; neighbours of one shape with numbers as names are one. For each: its name, how
+    many it represents, and the first of them with the time of all."""
     alike: list[Branch] = []
     for inner in [*branch.inner.values(), None]:
         if alike and (inner is None or not inner.name.isdecimal() or inner.shape != alike[0].shape):

@@ -76,7 +76,8 @@ class Budget:
     """The number of bytes, or the share (0.6 for 60%); 0 for ``min`` and ``least``."""
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
-        """Return the budget in bytes, rounded down. ``smallest`` is called for ``min`` and ``least`` only."""
+        """Return the budget in bytes, rounded down. ``base_peak``: without recomputation. ``smallest`` is called for
+        ``min`` and ``least`` only; ``whole`` (`whole_bytes`) is needed for ``activations`` only."""
         if self.is_lean:
             peak = smallest()
             return peak + int(LEAN[self.kind] * peak)
@@ -147,8 +148,8 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read a loss's memory from text, bytes such as ``1GiB`` or ``3x`` for three tensors of the outputs' size; else
-    `UsageError`."""
+    """Read a loss's memory from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size, a
+    budget of kind ``share``. Else `UsageError`."""
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))
@@ -170,11 +171,9 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Search for a plan within a budget, and store the plan, or that none was found. A stored or proven refusal is
-    raised again.
-
-    It is searched again if a plan with a smaller peak was found meanwhile.
-    """
+    """Search for a plan within a budget and store it; if none is found, store and raise `InfeasibleBudget`. A stored
+    refusal is raised without a search, unless a plan with a smaller peak is known now. ``hurried``: whether a budget
+    below a proven floor is refused without a search, for strategies that resume."""
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
     stored = (*starts, *_stored_plans(strategy, graph, store))
@@ -206,7 +205,7 @@ def _plan_or_lower(
     stored: Sequence[Plan],
 ) -> Plan:
     """Return the plan of the strategy. If `Anneal`, limited in moves, finds none, search for the smallest peak as
-    ``min`` does."""
+    ``min`` does, and start again from a plan that fits, if any."""
     try:
         return strategy.plan(graph, budget, progress, starts)
     except InfeasibleBudget as error:
@@ -265,8 +264,8 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Search for the cheapest plan at or near the smallest peak that the strategy finds, ``kind`` saying how near,
-    and store it."""
+    """Search for the cheapest plan whose peak is at most the share `LEAN` of ``kind`` above the smallest found, and
+    store it. ``time_limit`` and ``starts`` serve `Auto`, `Anneal` and `ILP` only."""
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit

@@ -99,7 +99,8 @@ def trial_of_rank(graph: TrainingGraph, search: RankSearch) -> SplitTrial:
 
 
 def plan_in_flight(step: CapturedStep, problem: StageProblem, most: int, asked: PlanOptions) -> StepPlan:
-    """Plan a step that runs for several micro-batches in flight, within ``most`` bytes."""
+    """Plan a step that runs for several micro-batches in flight, within ``most`` bytes for all of them;
+    `InfeasibleBudget` if no plan is found."""
     try:
         found = search_in_flight(problem, most, asked).run()
     except InfeasibleBudget as error:

@@ -37,7 +37,8 @@ def accepts_refusals(options: PlanOptions, store: PlanStore) -> bool:
 
 
 def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, name: str) -> Plan:
-    """Return a plan to use although no plan fits the budget. Warn if its peak exceeds the budget."""
+    """Return a plan to use although none fits: near the smallest peak if ``how`` is ``least``, else without
+    recomputation. Warn if its peak exceeds the budget."""
     plan, what = no_recompute(graph), "a plan that recomputes nothing"
     if how == LEAST:
         plan = leanest_plan(graph, [error.plan] if error.plan else [])

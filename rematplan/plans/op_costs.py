@@ -60,9 +60,8 @@ def priced(
     max_inversion_error: float | None = None,
     sized: SizedCosts | None = None,
 ) -> TrainingGraph:
-    """Return the planning problem of a captured step, with a cost in microseconds and a workspace in bytes for each
-    op.
-    """
+    """Return the planning problem of a captured step, with microseconds and workspace bytes of each op as ``costs``
+    names them. ``sized`` remembers measured costs; inverses beyond ``max_inversion_error`` are left out."""
     found: Mapping[str, CallCost]
     match known_costs(costs):
         case DeviceModel() as device:

@@ -152,7 +152,8 @@ class PlanOptions:
 
     @property
     def takes_quick_plans(self) -> bool:
-        """Whether a quickly found plan of `auto` may serve, so that known plans serve other sizes without a search."""
+        """Whether a quickly found plan of `auto` may serve, also at other sizes. Not without ``refine``, if moves are
+        counted, or with inverses that round, two lanes, ``min`` or ``least``."""
         return (
             self.refine
             and isinstance(self.strategy, Auto)

@@ -20,8 +20,8 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return a plan for a step at new sizes: the cheapest compiled one that fits, a known one that is much better,
-    or a new one."""
+    """Return a plan for new sizes: the cheapest of ``compiled`` that fits, unless one found at once is cheaper by more
+    than `WORTH`. If neither exists, search; if that fails, ``on_infeasible`` decides."""
     graph = planner.problem(step)
     budget = planner.limit(graph)
     if not budget.is_lean:

@@ -57,8 +57,8 @@ def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, bud
 def _searched(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
-    """Return a plan of a problem: one on disk that needs no search, or one that is found at once and refined later,
-    else that of a search."""
+    """Return a plan of a problem: for ``min`` and ``least`` that of a search. Otherwise one on disk that needs no
+    search, or one that is found at once and refined later, else that of a search."""
     amount, chosen = fixed_bytes(budget), options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)
@@ -83,8 +83,8 @@ def _searched(
 def _in_parts(
     options: PlanOptions, store: PlanStore, chosen: Strategy, graph: TrainingGraph, budget: int
 ) -> Iterator[Strategy]:
-    """Yield searches, to be run until one finds a plan: a short one if a better plan may come later, then the whole
-    one."""
+    """Yield searches, to be run until one finds a plan: the whole one last. With `Auto` a short one comes first if the
+    plan is refined later, or a plan of other sizes fits."""
     if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
         if options.refines:
             yield replace(chosen, time_limit=QUICK)
@@ -98,7 +98,8 @@ def _in_parts(
 def background_search(
     options: PlanOptions, store: PlanStore, step: CapturedStep, graph: TrainingGraph, plan: Plan
 ) -> Refining | None:
-    """Return a search in the background for a better plan, not begun, or None if none is wanted or could find one."""
+    """Return a search in the background for a better plan, not begun. None if the options exclude it, the plan is
+    within the gap, such a search was made, or `WAITING` are queued."""
     # Within the stated gap of the optimum, no search is needed.
     if not options.refines or plan.budget is None or (plan.gap is not None and plan.gap <= options.gap):
         return None

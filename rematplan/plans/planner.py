@@ -105,8 +105,8 @@ class Planner(StepProblems):
         return replace(self, scope=f"{self.scope} in training")
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Return a plan with its step, to which inverses were added. If no plan fits, ``on_infeasible`` decides
-        between error and another plan."""
+        """Plan a step after splitting, fusing and adding inverses as the options say, and return both. If none fits,
+        ``on_infeasible`` decides; if that is unset, ``first`` (or an empty store) means an error."""
         first = first or not self.store
         changed = self.rewritten(step, first)
         for note in changed.notes:
@@ -222,8 +222,8 @@ class Planner(StepProblems):
         return StepPlan(step, plan, refinement=search, problem=graph, carries=self._carries, notes=notes)
 
     def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
-        """Return the saved plan with the form of the step that it was made for: with the options' inverses, exact
-        ones, or weightless ones; each also with bytes reserved, as of DDP, which are not known yet."""
+        """Return the saved plan with the first form of the step that it fits: with the options' inverses, then exact
+        and weightless ones if those round. Each is also tried with reserved bytes, as of DDP; else `ProblemError`."""
         assert self.options.saved is not None
         reserved = Reserved((*self.options.reserved.items, 1))
         counted = replace(self, options=replace(self.options, reserved=reserved))
@@ -269,8 +269,8 @@ class Planner(StepProblems):
         return waiting_bytes(step, schedule, (0,) * len(schedule), self.added)
 
     def adding_to_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
-        """Return the planner of steps that begin with gradients of earlier steps; None if ``plan`` fits with them, or
-        plans may not be used at other sizes."""
+        """Return the planner of steps that begin with ``gradients`` bytes of earlier gradients of the parameters
+        ``names``. None if ``plan`` fits with them, or plans may not be used at other sizes."""
         if self.options.rewrites or not self.bounds_one_call or not self._carries or plan.budget is None:
             return None
         if plan.peak + gradients <= plan.budget:
@@ -278,8 +278,8 @@ class Planner(StepProblems):
         return replace(self, added=frozenset(names)).within(max(1, plan.budget - gradients))
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
-        """Return a plan that frees each new gradient as it is added to the earlier one, or None if that is
-        impossible within the budget."""
+        """Return a plan that frees each new gradient as it is added to the earlier one; `InfeasibleBudget` if none
+        fits. None on two lanes, with another saved plan, or if gradients that wait exceed the budget."""
         # Plans for two lanes assume that new gradients exist until the step ends.
         if self.options.strategy.two_lanes not in (OFF, None):
             return None
@@ -300,10 +300,9 @@ class Planner(StepProblems):
     def with_gradients(
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
-        """Return a plan for a step that begins with gradients of earlier steps, or None to keep ``plan``.
-
-        If none fits, raise `InfeasibleBudget` or warn, as ``on_infeasible`` says.
-        """
+        """Return a plan for a step that begins with ``gradients`` bytes of earlier gradients of the parameters
+        ``names``, or None to keep ``plan``. If none fits, raise `InfeasibleBudget` or warn, as ``on_infeasible``
+        says."""
         if self.options.several:  # the plan counts all possible gradients
             return None
         step = self.rewritten(step).step
@@ -395,8 +394,8 @@ class Planner(StepProblems):
 
 
 def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, most: int) -> StepPlan | None:
-    """Return the plan at the smallest found peak, or at that of the next refusal; None if that is not below ``most``
-    bytes."""
+    """Return the plan ``within`` the smallest found peak, or that of a later refusal while these grow. None if it would
+    not be below ``most`` bytes."""
     while error.smallest < most:
         try:
             return within(error.smallest)

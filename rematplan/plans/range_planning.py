@@ -177,8 +177,8 @@ class _RangeSearch:
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Search, among sizes with the largest first, for the middle one of those at which no known plan fits, until
-        none is left."""
+        """Search, among sizes with the largest first, for the middle one of those at which no known plan fits. End if
+        none is left, the time is over, or after ``searches`` of `OPTIONS`."""
         low = 0
         for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]

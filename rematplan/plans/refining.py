@@ -193,8 +193,8 @@ class Rechoosing:
     _begun: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Begin a search in another process unless `SEARCHES` are running. Its problem is made in a thread; `take`
-        compiles."""
+        """Begin a search in another process, prepared in a thread, unless there is none or `SEARCHES` are running.
+        `take` passes a better plan to ``compiled``."""
         self._compiled, self._seen = compiled, self.family.members
         self.searches[:] = [one for one in self.searches if one.working]
         if self.search is None or len(self.searches) >= SEARCHES:

@@ -125,10 +125,8 @@ class Resizing:
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
         """Return the cheapest known plan that fits at certain sizes, with the step of other sizes; None if there is
-        none or no interpolation.
-
-        If it recomputes anything, it has a search for a better one.
-        """
+        none or no interpolation. If it recomputes anything, and ``waiting`` is None, it has a search for a better
+        one."""
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
         if amounts is None or plan is None:
@@ -211,7 +209,7 @@ class Resizing:
             np.where(known, n[self._storage], 0) for n in (low.nominal, high.nominal, nominal)
         )
         # A tensor of a storage is interpolated in the bytes that the problem adds to the storage's, others in
-        # the bytes that their op reads.
+        # the bytes that their op reads. So 100 bytes more than 1000 and 200 more than 2000 are 150 more than 1500.
         more = _line(
             of_low, (low.bytes - of_low).astype(float), of_high, (high.bytes - of_high).astype(float), here
         )

@@ -224,6 +224,7 @@ def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     cheapest = min(chooser.trial(choice).graph.base_cost for choice in tried)
     within = first is not None
     outcomes = [chooser.outcome(choice, cheapest, within) for choice in tried]
+    # (False, 1.04): a plan takes 1.04 times the step's time; (True, bytes): none fits, which is worse than any time.
     unfit, best = min(outcomes)
     alike = ALIKE if chooser.problems.options.costs == PROFILE else ALIKE_MODELLED
     alike = alike if within and not unfit else 0.0

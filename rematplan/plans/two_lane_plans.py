@@ -35,8 +35,8 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan on two lanes if ``mode`` asks for it and it is possible, and for `AUTO` if it saves time; else
-    the plan and why."""
+    """Return ``plan`` or one of ``more`` on two lanes if ``mode`` asks for it and it is possible, with `AUTO` only if
+    that saves enough time (`PAYS`). Else return ``plan``, and why if it was asked for."""
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
     budget = plan.estimate.peak if plan.budget is None else plan.budget
