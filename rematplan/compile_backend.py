@@ -127,7 +127,8 @@ class PlanningBackend:
         parameters: Shapes = (),
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph (forward and backward), and return the graphs of its forward and its backward."""
+        """Plan a joint graph (forward and backward) by ``make_plan``, and return the graphs of its forward and its
+        backward. Its first ``num_fwd_outputs`` results are the forward's."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         planner = replace(self.planner, scope=self.scope(step, parameters))

@@ -144,8 +144,8 @@ class InductorPlans:
         return self.chosen or self.last
 
     def compiled(self, compile_with: Callable[[MakePlan], T]) -> T:
-        """Compile until the code fits the budget and uses most of it, and return the best result of
-        ``compile_with``."""
+        """Compile, at most `COMPILATIONS` times and once more, until the code fits the budget and uses `NEAR` of it or
+        recomputes nothing. Return the best result of ``compile_with``; warn if no code fits."""
         for _ in range(COMPILATIONS):
             self.peaks = peaks = CodePeaks()
             with peaks.counting():

@@ -78,7 +78,8 @@ def saved_nodes(
 
 
 def _weights(memory: Sequence[float], sizes: Sequence[int], most: float) -> tuple[list[int], int]:
-    """Return the sizes and the capacity as integers, at least 1 for what is larger than 0."""
+    """Return weights and a capacity as integers: bytes if ``memory`` is proportional to ``sizes``, else multiples of
+    the largest ÷ `UNITS`. What is larger than 0 is at least 1."""
     largest = max(range(len(memory)), key=memory.__getitem__, default=0)
     if memory and sizes[largest]:
         unit = memory[largest] / sizes[largest]

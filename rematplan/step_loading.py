@@ -56,7 +56,7 @@ class LoadedStep:
     ``module``: the model with its loss. ``batch``: the inputs of ``module``: the model's inputs and the targets.
     ``step``: the captured step, possibly with inverses: ops that compute an input of an op from its output. ``notes``:
     what the loader changed or noticed, as sentences for the user. ``inexact``: whether ``step`` has inverses that
-    round, so that gradients may differ from plain autograd's by rounding errors.
+    round, splits or fused kernels, so that gradients may differ from plain autograd's by rounding errors.
 
     ``bare``: the same step as captured, without any inverse. ``capture``: that from which it was made, with which a
     planned module can begin. ``without``: the same step with exact inverses only, which copy, move or negate
@@ -265,7 +265,7 @@ def _of_zoo(name: str, sizes: Sizes, seed: int, weightless: bool, device: torch.
 
 
 def captured(loaded: LoadedModel) -> LoadedStep:
-    """Return a loaded model with its captured training step."""
+    """Return a loaded model with its captured training step, and a note if some trained parameters get no gradient."""
     module, batch, notes = loaded.module, loaded.batch, loaded.notes
     with loaded.mode:
         ready, step = capture_call(module, tuple(batch), {}, loaded.name)

@@ -133,8 +133,12 @@ def measure_plans(
 ) -> tuple[MeasuredPlan, ...]:
     """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 
-    Plans on two lanes (CUDA streams or threads) run on one lane. Compare times within a round only: a slow period of
-    the machine slows all plans of that round alike. The module's state is restored at the end.
+    The last item is plain autograd's. Plans on two lanes (CUDA streams or threads) run on one lane. Compare times
+    within a round only: a slow period of the machine slows all plans of that round alike. The module's state is
+    restored at the end.
+
+    Raises:
+        UsageError: the step was loaded without weights.
     """
     _check_runs(loaded)
     calls = {str(k): _one_lane(loaded, plan) for k, plan in enumerate(plans)} | {
@@ -186,8 +190,8 @@ def _one_lane(loaded: LoadedStep, plan: Plan) -> Callable[[], None]:
 
 
 def predicted_error(loaded: LoadedStep, plan: Plan) -> float:
-    """Return the largest predicted relative error of the forward tensors that the backward reads; 0 if no inverse of
-    the step rounds."""
+    """Return the largest predicted relative error of the forward tensors that the backward reads. It is 0 if the step
+    is exact (`LoadedStep.inexact`), else at least one rounding error."""
     if not loaded.inexact:
         return 0.0
     free = {call.name: CallCost(0.0) for call in loaded.step.priced_calls}

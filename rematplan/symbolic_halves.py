@@ -114,7 +114,8 @@ def fill(
     sizes: Mapping[str, fx.Node],
     more: Sequence[fx.Node] = (),
 ) -> None:
-    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place."""
+    """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place,
+    and append ``more``."""
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
 

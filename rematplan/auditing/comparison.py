@@ -59,8 +59,8 @@ class Comparison:
 
 
 def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
-    """Run one step with its own checkpointing, in eager mode, after ``earlier`` steps. Return what was seen in it, and
-    the error that it raised, if any."""
+    """Run one step with its own checkpointing, in eager mode, after ``earlier`` steps. Return what was seen, and the
+    error that it raised, if any. A `UsageError` is raised again unless a region's inputs train nothing."""
     with restored(step), in_eager_mode() as compiled_calls, ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
         for _ in range(earlier):
@@ -94,7 +94,8 @@ def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
 
 
 def compared(step: Step, seen: Watched, plain: Callable[..., Any] | None) -> Comparison:
-    """Compare the steps of a model with those without its checkpointing, and with another implementation."""
+    """Compare the steps of a model with those without its checkpointing, and with the implementation ``plain`` if there
+    is one. ``seen``: the first step, watched."""
     kinds = _recomputing(seen)
     try:
         own = results_of(step)
@@ -185,7 +186,8 @@ def _notes_of_noise(noise: StepDifferences) -> list[str]:
 def _without_rounding(
     step: Step, other: Step, path: Context, steps: Sequence[StepDifferences], seen: Watched | None
 ) -> tuple[list[StepDifferences], list[str]]:
-    """Leave out what differs by rounding only, in float64 if the step runs there, and return a note on that."""
+    """Return the differences of ``steps`` without those by rounding, and a note on these. They vanish in float64 or, if
+    that does not run, are small (`rounding_of`). ``other`` in ``path``: the plain steps."""
     tensors = [d for found in steps for d in found.tensors]
     if not tensors or (seen is not None and seen.autocast_differs):
         return list(steps), []

@@ -17,10 +17,12 @@ SHARE = 0.1
 def faults_of_compiled(
     step: Step, found: StepDifferences, expected: Sequence[Results], at: int, draws: bool
 ) -> tuple[list[Fault], list[str]]:
-    """Return faults and notes if the results that differ after a step are right in eager mode; else none."""
+    """Return faults and notes if the results that differ after a step are right in eager mode; else none. ``at``: the
+    position of the step in ``expected``, the plain results. ``draws``: whether it draws random numbers."""
 
     sizes = {d.name: d.relative for d in found.tensors}
 
+    # Whether a result that differs here also differs between ``right`` and ``own``, by a tenth of that or more.
     def as_wrong(right: Sequence[Results], own: Sequence[Results]) -> bool:
         between = differences(right[at], own[at])
         return any(not d.relative <= SHARE * sizes.get(d.name, math.inf) for d in between.tensors) or bool(

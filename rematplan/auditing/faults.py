@@ -142,7 +142,8 @@ def raised(error: Exception, seen: Watched) -> Fault:
 
 
 def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
-    """Yield a fault if the model has a flag for checkpointing that is set, and nothing was checkpointed."""
+    """Yield a fault if a model in training mode has a flag for checkpointing that is set, and nothing was
+    checkpointed."""
     if seen.checkpointed or seen.regions or not model.training:
         return
     named = []
@@ -254,7 +255,8 @@ def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watche
 
 
 def _redrawn(found: Sequence[Difference], generators: Sequence[str], seen: Watched) -> Fault | None:
-    """Return the fault of a generator that draws again, for an op that saves the numbers and does not run again."""
+    """Return the fault of a generator that draws again, for an op that saves the numbers and does not run again. None
+    if none drew, or the loss or a recomputed op differs."""
     if any(d.name == "loss" or d.relative == math.inf for d in found) or _first_differences(seen):
         return None
     on_host = [region for region in seen.recomputing if draws_on_the_host(region)]

@@ -80,7 +80,8 @@ def _op_left_out(d: FirstDifference) -> bool:
 
 
 def _swapped(d: FirstDifference) -> bool:
-    """Return whether a result of the forward is read in place of one that it was not computed into."""
+    """Return whether the recomputation reads one result of the forward in place of another that was not computed from
+    it."""
     made = {v: run for run in d.region.first for v in run.values if not run.op.endswith("_")}
     wanted, read = set(d.first.read) - set(d.again.read), set(d.again.read) - set(d.first.read)
     sources: set[Value] = set()

@@ -200,7 +200,8 @@ def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterato
 
 
 def state_of(holders: list[Holder]) -> dict[str, Any]:
-    """Return copies of all values that the holders have now, by name, except what PyTorch keeps in each module."""
+    """Return copies of all values that the holders have now, by name, except parameters and what PyTorch keeps in each
+    module. Other objects are represented by text."""
     return {
         path: _copy(leaf)
         for holder in holders

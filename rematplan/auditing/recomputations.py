@@ -263,7 +263,8 @@ class _Recorder(TorchDispatchMode):
         return of_buffer or name.startswith(LEFT_OUT) or getattr(func, "is_view", False)
 
     def targets(self) -> tuple[list[list[OpRun]], str]:
-        """Return the lists to which an op that runs now belongs, and its module."""
+        """Return the lists to which an op that runs now belongs, and its module, and count the op if it is
+        recomputed."""
         found: list[list[OpRun]] = []
         recomputing = current_graph_task() != -1 and torch.is_grad_enabled()
         for region, again in reversed(self.open):

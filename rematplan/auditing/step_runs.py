@@ -192,7 +192,8 @@ def _bytes(state: Any) -> bytes:
 
 @contextmanager
 def _counted_hooks(step: Step) -> Iterator[dict[str, int]]:
-    """Count inside the block how often each hook of the model runs, by the hook's name and what it belongs to."""
+    """Count inside the block how often each hook of the model runs, by the hook's name and what it belongs to. Of a
+    compiled step, only hooks of parameters count."""
     counts: dict[str, int] = {}
 
     def counted(hook: Callable[..., Any], name: str) -> Callable[..., Any]:

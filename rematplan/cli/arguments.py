@@ -59,10 +59,7 @@ def dimension(text: str) -> tuple[str, int]:
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
     """Read ``batch=8`` as ``("batch", 8)``, ``batch=1..64`` as ``("batch", range(1, 65))``, ``length=8..64..8`` as
-    multiples of 8.
-
-    A range includes both ends, and has 2 to `MOST_SIZES` sizes.
-    """
+    multiples of 8. A range includes both ends, and has 2 to `MOST_SIZES` sizes; else `ArgumentTypeError`."""
     name, equals, sizes = text.rpartition("=")
     ends = sizes.split("..")
     if not (name and equals and 2 <= len(ends) <= 3):
@@ -218,7 +215,8 @@ def one_strategy(args: argparse.Namespace) -> Strategy:
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Return strategies by name, each with those of the options that it has; `UsageError` if none of them has one."""
+    """Return strategies by name, each with those of the options that it has; `UsageError` if none of them has one,
+    except ``time_limit``."""
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
     for name in names:

@@ -147,7 +147,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def rewritten(source: Source, args: argparse.Namespace, budgets: Sequence[Budget], out: Output) -> Source:
-    """Return the problem of the step with the splits and kernels that the arguments state."""
+    """Return the problem of the step with the splits and kernels that the arguments state; ``source`` itself if they
+    state none. Splits are chosen for the lowest of ``budgets``."""
     if not rewriting_options(args):
         return source
     from rematplan.plans.options import PlanOptions

@@ -159,10 +159,8 @@ def check_costs(costs: str) -> None:
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
-    """Load the model that the argument MODEL names, and capture its training step.
-
-    The options for costs are checked first, since capturing takes long.
-    """
+    """Load the model that the argument MODEL names, and capture its training step. Options for costs are checked first,
+    since capturing takes long. ``weightless``, ``inverses``: as in `load_step`."""
     check_reachable(args.model, args.device)
     check_costs(costs_of(args))
     from rematplan import api  # imported here, since problem files are planned without torch

@@ -76,7 +76,8 @@ def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
 def write(
     source: Source, plan: Plan, output: Path | None, snapshot: Path | None, trace: Path | None, out: Output
 ) -> None:
-    """Write the files that are not None."""
+    """Write the page ``output``, the ``snapshot`` for PyTorch's viewer and the ``trace`` for Chrome's; those that are
+    None are left out."""
     from rematplan.plan_report import memory_trace
     from rematplan.plan_report.report import report, subject_of
 

@@ -208,10 +208,8 @@ class Ranks:
         here: int,
         group: ProcessGroup | None,
     ) -> dict[Key, Tensor]:
-        """Add tensors over a group of processes, and return the sums for this process, by key.
-
-        ``places``: the index of each sum's receiver. All processes have the same keys and shapes.
-        """
+        """Add tensors over a group of processes, and return the sums for this process, by key. ``places``: the index in
+        ``among`` of each sum's receiver; ``here``: of this process. All processes have the same keys and shapes."""
         mine = {name: part for name, part in parts.items() if places[name] == here}
         if len(among) == 1:
             return mine

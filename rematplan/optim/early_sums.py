@@ -48,9 +48,8 @@ class EarlySums:
         self._sums: dict[FactorPart, Tensor] = {}
 
     def add(self, part: FactorPart, sums: Tensor, step: int) -> None:
-        """Send the statistics of one backward for a part, or store them until the parts before it are sent.
-        ``sums`` is overwritten.
-        """
+        """Send the statistics of one backward for a part, or store them until the parts before it are sent. ``sums`` is
+        overwritten. With a new ``step``, what `finish` did not return is dropped."""
         # What `finish` did not return is dropped: the backwards of that step led to no update.
         if step != self._step:
             self.finish()

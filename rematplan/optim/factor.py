@@ -137,9 +137,8 @@ class Factor:
         return INVERSES[self.how](mean, damping, self.inverse)
 
     def _measured(self, mean: Tensor, damping: float) -> Inverse | None:
-        """Return a low-rank inverse of ``mean`` + ``damping`` I; None if a dense one is better
-        (`LOW_RANK_FROM`, `LOW_RANK_BELOW`).
-        """
+        """Return a low-rank inverse of ``mean`` + ``damping`` I. None if a dense one is better (`LOW_RANK_FROM`,
+        `LOW_RANK_BELOW`), by a count of now or of less than `MEASURE_EVERY` inversions ago."""
         few = self.size // LOW_RANK_BELOW
         lately = self.rank is not None and self.rank > few and self.made % MEASURE_EVERY
         if self.size < LOW_RANK_FROM or lately:

@@ -32,6 +32,7 @@ def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Ten
         if not info.any():
             break
         shift = 10 * shift + torch.finfo(matrix.dtype).tiny
+    # With B = ``thin``, the matrix is about B Bᵀ − shift I: its eigenvalues are σ² − shift for B's singular values σ.
     thin = torch.linalg.solve_triangular(lower, shifted.mT, upper=False).mT
     q, r = torch.linalg.qr(thin)
     left, singular, _ = torch.linalg.svd(r)

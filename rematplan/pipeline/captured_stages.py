@@ -75,9 +75,8 @@ class CapturedStage:
     """The ATen ops of the capture, with the types of their results, to check a later capture."""
 
     def planned(self, plan: Plan, prepared: bool = True) -> nn.Module:
-        """Return a module that runs the stage as ``plan`` says. The module shares the stage's parameters
-        and buffers.
-        """
+        """Return a module that runs the stage as ``plan`` says, with the stage's parameters and buffers. It is compiled
+        now if ``prepared``, else in its first forward."""
         spare = backward_spare(self.problem, plan.schedule)
         made = StepPlan(self.step, plan, spare, self.problem.gradient_bytes)
         capture = self.capture if prepared else None
@@ -112,7 +111,8 @@ def captured_stage(
 def _problem(
     planner: Planner, step: CapturedStep, template: StagePlan, place: StagePlace, loss: LossMemory | None
 ) -> tuple[CapturedStep, StageProblem]:
-    """Add inverses to a stage's step, and return it with its planning problem."""
+    """Add inverses to a stage's step, and separate weight gradients if the place says so. Return it with its planning
+    problem. ``loss``: None for the memory that the options state or assume."""
     step = planner.with_inverses(step)
     if place.split:
         step = with_separate_weights(step)

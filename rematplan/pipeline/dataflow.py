@@ -163,7 +163,8 @@ def _answers(step: CapturedStep) -> frozenset[str]:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
-    """Predict the rounding errors of the tensors that a stage recovers by inverses with a schedule."""
+    """Return the largest predicted relative error of the tensors that a schedule recovers, and by how much it grows per
+    error received. ``answers``: the inverses that receive tensors."""
     exact = worst_error(graph, schedule)
     noisy = replace(
         graph, inverses=tuple(replace(i, noise=SMALL) if i.name in answers else i for i in graph.inverses)

@@ -39,7 +39,8 @@ def stages_ops(step: CapturedStep, chain: StageChain, cuts: Sequence[int]) -> tu
 def captured_ops(
     step: CapturedStep, names: Sequence[str], loss: Set[str] = frozenset()
 ) -> tuple[StageOp, ...]:
-    """Return a `StageOp` for each of the ops ``names`` of a captured step."""
+    """Return a `StageOp` for each of the ops ``names`` of a captured step. ``loss``: the names of ops that belong to
+    the loss."""
     maker = {storage: name for name in names for storage in step.writes(step.call[name])}
     found = []
     for name in names:

@@ -14,9 +14,8 @@ def step_in_one_process(
     batch: Sequence[torch.Tensor],
     microbatches: int,
 ) -> list[float]:
-    """Run forward and backward of each micro-batch in turn, and return the losses. All gradients are divided
-    by ``microbatches``.
-    """
+    """Run forward and backward of each micro-batch in turn, and return the losses. ``loss_of`` gets a micro-batch's
+    number and tensors. All gradients are divided by ``microbatches``."""
     losses = []
     for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):
         loss = loss_of(number, *parts)

@@ -282,10 +282,8 @@ def _order(schedule: str, stages: int, microbatches: int, hop: float) -> Pipelin
 def _first_microbatch(
     args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of the first of ``microbatches`` micro-batches.
-
-    Tensors are divided along their first dimension; other values are returned unchanged.
-    """
+    """Return the positional and keyword arguments of the first of ``microbatches`` micro-batches. Tensors are divided
+    evenly along their first dimension, else `UsageError`; other values are unchanged."""
 
     def part(one: Any) -> Any:
         if not isinstance(one, torch.Tensor):

@@ -76,8 +76,9 @@ def plan_stages(
     model: Mapping[str, Any],
     progress: Progress,
 ) -> PlannedPipeline:
-    """Divide a captured step into stages and plan them; of the pipelines found, return the one with the least makespan.
-    `UsageError` for cuts that are too few, too many or unknown."""
+    """Divide a step into stages and plan them; of the pipelines found, return the one with the least makespan.
+    ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for cuts
+    that are too few, too many or unknown."""
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
     if asked.cuts is not None:
@@ -96,9 +97,8 @@ def _best(
     cuts: Mapping[str, Cuts] | None,
     progress: Progress,
 ) -> PlannedPipeline:
-    """Return the pipeline with the least makespan found with the schedules in ``chains``; ``cuts`` None:
-    searches choose them.
-    """
+    """Return the pipeline with the least makespan found with the schedules in ``chains``; `InfeasibleBudget` if none
+    fits. ``cuts`` None: searches choose them."""
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
     searches = list(_searches(chains, asked, progress))
@@ -108,6 +108,7 @@ def _best(
     for number, search in enumerate(searches):
         if best is not None and search.least_makespan >= best.timeline.makespan:
             break
+        # Searches share the time until one succeeds; then each has all that is left, since it may find a better one.
         left = effort.left / (1 if best else len(searches) - number)
         search.planner, search.seconds = _planner(left, search.schedule.ranks), left
         name = search.schedule.name

@@ -48,7 +48,8 @@ def captured_part(
     parallel: DataParallel = ALONE,
     loss: LossMemory | None = None,
 ) -> CapturedPart:
-    """Capture a stage of a pipeline, and return it with its planning problem."""
+    """Capture stage ``number`` of a pipeline, or measure its forward if it has no gradients, and return it with its
+    planning problem. ``parallel``: adds the memory of data parallelism."""
     device, frozen = stage.device, not any(one.requires_grad for one in stage.outputs)
     if frozen:
         _check_frozen(order, number, stage)
@@ -142,9 +143,8 @@ def rewritten_parts(
     asked: PlanOptions,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[int, CapturedPart]:
-    """Return the parts with the ops of these ranks' stages split along rows, as the options say or, if those leave it
-    open, as in the stages' ``plans``, else for ``budget`` bytes, and with fused kernels if the options ask for them;
-    `UsageError` if a named module has no ops that can be split."""
+    """Return the parts, with the ops of these ranks' stages split and fused as the options say; `UsageError` if a named
+    module has none to split. ``auto`` splits as in the stages' ``plans``, or if that is None, for ``budget`` bytes."""
     changed = dict(parts)
     for rank in ranks if asked.rewrites else ():
         for number in order.stage_of_rank[rank]:

@@ -224,9 +224,8 @@ def _is_random(part: CapturedPart) -> bool:
 
 
 def _loaded(plan: PlannedPipeline) -> LoadedModel:
-    """Load the model that a pipeline file names, with one micro-batch. The seed is fixed, so all processes
-    have equal values.
-    """
+    """Load the model that a pipeline file names, with one micro-batch; `ProblemError` if that is impossible. The seed
+    is fixed, so all processes have equal values."""
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}
     for name, kind in MODEL_FIELDS.items():
         if not isinstance(model[name], kind):

@@ -31,7 +31,8 @@ def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
     """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards of stages).
-    `UsageError` if there is none for so many ranks, stages and micro-batches."""
+    ``each``: stages on a rank, if not as usual; ``hop``: for ``dataflow``, as in `plan_pipeline`. `UsageError` if there
+    is none for these numbers."""
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     if ranks * microbatches > MOST:

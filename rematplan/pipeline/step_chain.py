@@ -56,9 +56,8 @@ def named_chain(
     only: Collection[str] | None = None,
     prefix: str = WRAPPER,
 ) -> NamedChain:
-    """Divide a captured step into blocks that begin at modules and have their names; at ops, if no module can
-    begin one.
-    """
+    """Divide a captured step into blocks that begin at modules and have their names; at ops, if no module can begin
+    one. ``wanted``: modules to prefer; ``only``: those allowed; ``prefix``: of the names of the model's modules."""
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
     gradients = {
@@ -130,9 +129,8 @@ def _begins(
     only: Collection[str] | None,
     prefix: str,
 ) -> dict[int, str]:
-    """Return, by position of its first op, the name of each module at which a block begins; fewer than
-    `MOST_BLOCKS`, ``wanted`` first.
-    """
+    """Return, by position of its first op, the name of each module at which a block begins. They are fewer than
+    `MOST_BLOCKS`, the outermost ones, and those of ``wanted``."""
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     first: dict[str, int] = {}

@@ -137,7 +137,8 @@ def torch_stage(
     group: ProcessGroup | None = None,
     split: bool = False,
 ) -> PipelineStage:
-    """Return a stage of `torch.distributed.pipelining` that runs a planned module."""
+    """Return a stage of `torch.distributed.pipelining` that runs a planned module. ``split``: whether weight gradients
+    are computed later."""
     # Without these shapes PyTorch would run modules on uninitialised memory, which spoils running statistics.
     return _Stage(
         module,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def verdict(fit: Fit, max_overhead: float = math.inf) -> str:
-    """Return whether a step fits, and the bytes to spare, in one line."""
+    """Return in one line whether a step fits, and the bytes to spare or missing. ``max_overhead``: the largest overhead
+    asked for, as a share of the step's time."""
     here, memory = fit.here, show_bytes(fit.memory)
     what = f"{fit.name}, {fit.dimension} {here.size}, in {memory}"
     over = show_bytes(here.without - fit.memory)
