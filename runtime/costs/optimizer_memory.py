@@ -80,9 +80,8 @@ class OptimizerMemory:
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
-    """Return the memory that an optimizer needs on a device. This includes the state that its first step will
-    allocate.
-    """
+    """Return an optimizer's memory on a device: by `KINDS`, or for another class by a trial with a copy; `UsageError`
+    if the trial fails."""
     kind = _kind_of(optimizer)
     made = {p: [t for v in of.values() for t in plain_tensors(v)] for p, of in optimizer.state.items()}
     tensors: list[torch.Tensor] = []
@@ -152,8 +151,8 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
 
 
 def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Return the temporary bytes of an optimizer's step for one parameter group: none if fused, else those of the
-    loop or ``foreach``."""
+    """Return the temporary bytes of an optimizer's step for one parameter group: 0 if fused, else those of the loop or
+    ``foreach``, the larger if PyTorch may choose."""
     device = params[0].device
     every = sum(allocated(p.nbytes, device) for p in params)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):
@@ -236,7 +235,8 @@ def _in_8_bits(p: torch.Tensor, group: Group) -> bool:
 
 
 def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor, Group], float]:
-    """Return a function for `OptimizerKind.loop` for a bitsandbytes optimizer on the CPU."""
+    """Return an `OptimizerKind.loop` for a bitsandbytes optimizer on the CPU: so many float32 copies of a parameter,
+    by the bits of its state."""
 
     def size(p: torch.Tensor, group: Group) -> float:
         eight = _in_8_bits(p, group)

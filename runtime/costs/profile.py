@@ -33,6 +33,7 @@ from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.warn import warn
 
 Progress = Callable[[float, str], None]
+"""A function that is told the share done, 0 to 1, and what is being done."""
 
 _ROUNDS = 2
 """Each distinct call is timed in at least this many rounds: in each round until its executions have taken
@@ -104,8 +105,11 @@ def _measure_all(
     times: dict[str, list[float]],
     progress: Progress,
 ) -> None:
-    """Measure calls in rounds, and add their costs to ``known``. Calls that fail get a guess; a busy machine is
-    warned of."""
+    """Measure the calls ``missing`` (names by signature) in rounds. Add costs to ``known`` and each round's
+    microseconds to ``times``.
+
+    Calls that fail get a guess; it warns of these and of a busy machine.
+    """
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     watched = 1 if devices else 2  # rounds that also measure memory

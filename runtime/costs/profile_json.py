@@ -62,7 +62,8 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a JSON file says that it is a profile; `UsageError` if it cannot be read."""
+    """Return whether a JSON file states a ``format``, as profiles do and device models do not; `UsageError` if it
+    cannot be read."""
     data = stated_json(path)
     return isinstance(data, dict) and "format" in data
 

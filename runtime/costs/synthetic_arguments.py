@@ -110,8 +110,8 @@ class SyntheticArguments:
 
 
 def _true_as_often(mask: torch.Tensor | None, values: torch.Size) -> torch.Tensor | None:
-    """Return a mask that is true for as many elements as ``values`` of this shape has entries; other indices as they
-    are."""
+    """Return a mask that is true for as many elements as the first size of ``values``, a shape; unchanged an index
+    that is no mask."""
     if mask is None or mask.dtype != torch.bool or not values:
         return mask
     return (torch.arange(mask.numel(), device=mask.device) < values[0]).view(mask.shape)

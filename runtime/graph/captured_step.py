@@ -130,7 +130,8 @@ class Call:
         return self.seeded or self.collective
 
     def run(self, value_of: Callable[[str], Any]) -> tuple[Any, ...]:
-        """Return what the op returns if ``value_of`` maps the names of its operands to tensors."""
+        """Call the op on the tensors that ``value_of`` returns for the names of its operands; return its results as a
+        tuple."""
         args, kwargs = substitute((self.args, self.kwargs), value_of)
         found = self.target(*args, **kwargs)
         return (found,) if self.single else tuple(found)

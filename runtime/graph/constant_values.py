@@ -41,6 +41,8 @@ class KnownValues:
         return self.known[value]
 
     def _compute(self, name: str | None, depth: int) -> None:
+        """Add the results of the call ``name`` to `known`, if its operands are known within ``depth - 1`` further calls
+        and it may be computed."""
         call = self.step.call.get(name or "")
         if call is None or call.ordered or not depth:
             return

@@ -40,7 +40,8 @@ def states_of(generators: Iterable[Generator]) -> States:
 
 
 def all_states() -> States:
-    """Return the states of all global generators: those of PyTorch for the CPU and CUDA, of Python and of NumPy."""
+    """Return the states of all global generators: PyTorch's for the CPU and, if CUDA is initialised, for each CUDA
+    device; Python's; NumPy's."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     devices = (torch.device("cpu"), *(torch.device("cuda", at) for at in range(count)))
     return states_of((*devices, PYTHON, NUMPY))

@@ -32,8 +32,8 @@ def onnx_node(node: fx.Node) -> str:
 
 
 def module_name(node: fx.Node) -> str:
-    """Return the submodule that calls the op of ``node``, as capture or else TorchDynamo recorded it, with its ONNX
-    node; empty if unknown."""
+    """Return the name of the submodule that calls the op of ``node``; empty if unknown. Capture's record, to which the
+    ONNX node's name is appended, goes before TorchDynamo's."""
     own = (node.meta.get("custom") or {}).get(MODULE)
     if own is not None:
         return ".".join(filter(None, (str(own), onnx_node(node))))

@@ -106,8 +106,8 @@ class LikeFirst(AsCaptured):
 
 
 def _has_layout_of_first(step: CapturedStep, call: Call) -> bool:
-    """Return whether eager mode writes a call's result into its first argument, and ops that do not write may return
-    another layout."""
+    """Return whether eager mode writes a call's result into its first argument, which is dense and of the result's
+    shape. False for views, `LAID` and ops in `IN_PLACE`."""
     if not call.written or call.target in IN_PLACE or call.is_view or str(call.target) == LAID:
         return False
     first, made = call.args[0], step.values.get(call.results[0] or "")
@@ -127,8 +127,8 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 
 
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
-    """Return the clones that a reshape was captured as: no outputs, read by one `_unsafe_view` alone. By name, the
-    view's shape."""
+    """Return, by name, the clones that a reshape was captured as: those that are no output and that only one
+    `_unsafe_view` reads. The values are the shapes of these views."""
     outputs, found = step.returned(), {}
     for call in step.calls:
         if call.target is ATEN.clone.default and step.values[call.results[0] or ""].storage not in outputs:
@@ -155,7 +155,7 @@ class Notes:
     layouts: dict[str, _Layout] = field(default_factory=dict)
 
     def note(self, value: str, tensor: torch.Tensor | None) -> None:
-        """Record the layout of a value."""
+        """Record the layout of a value's tensor; nothing if the tensor is None."""
         if tensor is None:
             return
         self.layouts[value] = _Layout(

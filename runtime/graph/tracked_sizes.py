@@ -57,7 +57,7 @@ def at_sizes(given: Any, sizes: SizeValues) -> Any:
 
 
 def has_tracked(given: Any) -> bool:
-    """Return whether a nested value, or a dataclass in it, contains a tracked size."""
+    """Return whether a value is a tracked size, or a tuple, list or dataclass that contains one at any depth."""
     if isinstance(given, (str, float, type(None))):
         return False
     if isinstance(given, (tuple, list)):

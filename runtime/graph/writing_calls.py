@@ -63,8 +63,11 @@ class WritingCall:
     def results(
         self, tensors: Sequence[torch.Tensor], owned: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Return the tensors that the function returns, then the new content of the written ones, which are copied
-        first unless they are ``owned``."""
+        """Call the function; return the tensors that it returns, then those that it has written.
+
+        A tensor is copied first if its strides differ from the trace's, or if it is written and its position is not in
+        ``owned``. A kernel is not launched on fakes.
+        """
         own = [
             _copied(t, stride) if (at in self.written and at not in owned) or _differ(t, stride) else t
             for at, (t, stride) in enumerate(zip(tensors, self.strides, strict=True))
@@ -146,7 +149,8 @@ class NewContents:
         return hash((self.writer.name, self.new))  # arguments of kernels may have no hash
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Run the function on the tensors that are not new, and return what `WritingCall.results` does."""
+        """Make the new tensors, run the function on them and on ``tensors``, the others, and return what
+        `WritingCall.results` does."""
         every = list(tensors)
         for one in self.new:
             # On fakes, the new tensor must be a fake, too.
@@ -166,6 +170,8 @@ def with_written_calls(step: CapturedStep) -> CapturedStep:
 
 
 def _written(step: CapturedStep, call: Call) -> Call:
+    """Return a call of `WRITE` as one of `NewContents`. That makes written tensors that begin empty or as zeros itself,
+    and reads a clone's source instead of the clone."""
     writer, tensors = _WRITERS[call.args[0]], list(call.args[1])
     new = []
     for at in writer.written:

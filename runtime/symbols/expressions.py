@@ -58,7 +58,7 @@ class ExpressionTable:
 
     def add(self, size: Any) -> int | OpenSize:
         """Return a constant size as an integer, another as an `OpenSize` of its entry, which may be new;
-        `NotSymbolic` if it depends on values."""
+        `NotSymbolic` if it depends on values or may round."""
         if isinstance(size, (torch.SymFloat, torch.SymBool)):
             raise NotSymbolic("it computes a number that is not an integer from a size")
         if not isinstance(size, torch.SymInt):

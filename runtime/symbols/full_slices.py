@@ -16,7 +16,7 @@ SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 
 def without_full_slices(step: CapturedStep) -> CapturedStep:
     """Return a captured step, read from a trace with symbolic sizes, without whole-dimension slices in an index
-    ``x[a, b]`` and their backwards."""
+    ``x[a, b]`` and their backwards. Raises `NotSymbolic` if such a backward changes the layout."""
     names: dict[str, str] = {}
     storages: dict[str, str] = {}
     gone = set[str]()

@@ -159,9 +159,8 @@ class BatchSymbols:
         )
 
     def guard(self) -> SizeGuard:
-        """Return the guard, a condition that all assumptions of the trace about the batch's sizes and strides
-        are true.
-        """
+        """Return the guard, a condition that all assumptions of the trace about the batch's sizes and strides are
+        true; `NotSymbolic` if one may round."""
         for assumed in self.shapes.guards:
             check_whole(assumed.expr)
         # `ignore_static=True` would drop the conditions for sizes that the trace was silently specialised for.

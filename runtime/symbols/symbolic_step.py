@@ -135,6 +135,8 @@ class OpenStep:
     def _plain(
         self, sizes: Sequence[int], held: Mapping[int, int], offsets: Mapping[int, int]
     ) -> CapturedStep:
+        """Return the captured step at the values ``sizes`` of the expressions. By memory: ``held``, least bytes;
+        ``offsets``, in elements."""
         nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
         for memory, found in held.items():
             nbytes[memory] = max(nbytes[memory], found)
@@ -195,7 +197,7 @@ class OpenStep:
 
 def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenValue], tuple[Size, ...]]:
     """Return a step's tensors with expressions added to ``table`` in place of symbolic sizes, and the bytes of each
-    memory."""
+    memory; `NotSymbolic` for lazily conjugated or negated tensors."""
     memories: dict[int, tuple[int, Size]] = {}
     values = {}
     for value in step.values.values():
