@@ -72,8 +72,8 @@ class SpeculatedAssertions:
                 self._assume(reason, trace)
 
     def _assume(self, reason: Exception | None, trace: Callable[[], object]) -> None:
-        """Find the assertion at which a trace ended for want of a value, and those at which the next traces would.
-        Raise ``reason``, the trace's error, if that is none."""
+        """Add to `known` the assertion at which a trace ended for want of a value, and those at which the next traces
+        would. Raise the trace's error (first ``reason``) if it ended at no assertion."""
         while isinstance(reason, VALUES_DECIDE):
             if self.asked <= len(self.known):  # the forward depends on a value that is not a condition
                 raise reason

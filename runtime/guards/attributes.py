@@ -102,7 +102,8 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the forward read an attribute, unless it set it before, or `ModuleState` covers it."""
+        """Record that the forward read an attribute, unless it set it before, `ModuleState` covers it, its name begins
+        with ``__``, or the holder is unknown."""
         owner = self.owner_of(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
@@ -125,10 +126,10 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """Record that code read a holder's ``__dict__``: all attributes that it names count, unless it is library
-        code.
+        """Record that code read a holder's ``__dict__``: all attributes that it names count, or all data if it names
+        none but ``items`` or ``values``.
 
-        A record with a ``__getattr__`` is left out.
+        Library code, and a record with a ``__getattr__``, are left out.
         """
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
@@ -160,8 +161,8 @@ class Reads:
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record that a record's ``__getattr__`` returned ``value``. If that is such a record too, its answers are
-        recorded."""
+        """Record that a record's ``__getattr__`` returned ``value``. If that is such a record too, up to `_DEPTH` below
+        its module, its answers are recorded instead."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -184,8 +185,8 @@ class Reads:
     def found_in_places(
         self, guarded: Collection[tuple[Owner, str]], unguarded: Collection[tuple[Owner, str]]
     ) -> list[Found]:
-        """Return the attributes on which a plan depends, with the values from before the forward, as one `Found` for
-        each place.
+        """Return the attributes on which a plan depends, with their present values, as one `Found` for each place:
+        those read and ``guarded``, without ``unguarded``.
 
         A place is a ``__dict__``, the results of a record's ``__getattr__``, or a class.
         """

@@ -78,8 +78,8 @@ def content(container: Any) -> Any:
 
 
 def unchanged_content(container: Any, was: Any) -> bool:
-    """Return whether a container has the objects of ``was``, from `content`, in the same order; true for large
-    arrays."""
+    """Return whether a container has the content ``was``, from `content`: the same objects in order, equal sets, or the
+    same bytes; true for large arrays."""
     if isinstance(container, np.ndarray):
         return was is None or _form(container) == _form(was)
     if len(container) != len(was):
@@ -108,8 +108,8 @@ def refill(container: Any, was: Any) -> None:
 
 
 def added(container: Any, was: Any) -> Any:
-    """Return what a container has in addition to ``was``, as a container; None if it lost some of that, or is a
-    bounded deque."""
+    """Return what a container has in addition to ``was``, as a container, with changed entries of a dictionary; None if
+    it lost some of that, or is a bounded deque, an array or bytes."""
     if isinstance(container, dict):
         if any(key not in container for key in was):
             return None

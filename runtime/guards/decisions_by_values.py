@@ -176,8 +176,8 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a call and return its result. Record it if its arguments are known; else what it writes is
-        unknown."""
+        """Execute a call and return its result. Record it if its arguments and what it draws are known; else what it
+        writes becomes unknown."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:
@@ -242,6 +242,8 @@ class OpTape:
         return self.sizes[at]
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute a call on the real tensors, after the recorded calls that were not executed yet. Record its result as
+        a decision, and return it."""
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
         pools: Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
         with Plainly(), states_restored(self.states):
@@ -267,6 +269,7 @@ class OpTape:
                 )
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, written: list[torch.Tensor]) -> None:
+        """Record a call of known arguments with its result. ``written``: the tensors that it writes to."""
         viewed = _viewed(func, args, kwargs)
         places = tuple(
             self._place(leaf, viewed) if isinstance(leaf, torch.Tensor) else None

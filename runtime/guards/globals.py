@@ -157,7 +157,8 @@ class GlobalReads:
     ) -> list[Found]:
         """Return the values to which the code refers, from before the forward, as one `Found` for each namespace.
 
-        Values that it has changed are left out, with a warning unless a planned call changes them.
+        Values that it has changed are left out, with a warning except for names in ``unguarded``, by a namespace's id.
+        Those in ``guarded`` have the present values.
         """
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
@@ -208,9 +209,8 @@ class GlobalReads:
             self.waiting.append((thing, names))
 
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-        """Yield the namespaces that code can reach through an object, such as the global variables of a function or the
-        attributes of an instance.
-        """
+        """Yield each namespace that code with ``names`` reaches through an object, such as a function's global
+        variables: its holder, its values, the names wanted of it, and those to follow in what is found."""
         own: Names = _UNNAMED
         if function := _inside(thing):
             own = named_in(function.__code__)
@@ -354,8 +354,8 @@ _WRAPPER: Any = type((1).__add__)
 
 
 def _bound(thing: Any) -> tuple[Any, ...]:
-    """Return what a bound method or partial function has bound: the instance, or the function and arguments; nothing
-    for others."""
+    """Return what a bound method or partial function has bound: the instance, or the function and arguments; of a
+    property setter and deleter; nothing for others."""
     if isinstance(thing, (MethodType, BuiltinMethodType, _WRAPPER)):
         return (thing.__self__,)
     if isinstance(thing, property):

@@ -68,7 +68,8 @@ class Guard:
         self.decided, self.conditions = decided, conditions
 
     def mapped(self, change: Callable[[Any], Any], counts: Sequence[int] | None = None) -> Guard:
-        """Return a copy for other sizes: in the recorded calls that compute decisive values, ``change`` is applied."""
+        """Return a copy for other sizes: ``change`` is applied to arguments of the recorded calls that compute decisive
+        values, and ``counts`` are the numbers expected as sizes."""
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         if counts is not None:

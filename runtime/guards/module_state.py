@@ -95,6 +95,7 @@ class ModuleTree:
         found = list(map(getitem, self.mappings, self.keys))
         count = sum(len(mapping) for _, mapping in children)
         self.submodules, tensors, names = found[:count], found[count:], [name for name, _, _ in slots[count:]]
+        # Of three tensors of which the third is the first again, `places` is [0, 1, 0], and `again` [(2, 0)].
         first: dict[int, int] = {}
         places = [first.setdefault(id(t), at) for at, t in enumerate(tensors)]
         again = [(at, of) for at, of in enumerate(places) if at != of]

@@ -95,7 +95,8 @@ class PythonState:
     restored them."""
 
     def __post_init__(self) -> None:
-        """Copy the state."""
+        """Copy the state: the values of names in modules, records and variables, and the content of containers reached
+        from them. From now on, ``reads`` tells this object of each read and write."""
         for owner, holder, values in self.reads.every_holder():
             uses = None if _is_watched(type(holder)) else self._uses
             self.namespaces.append(Namespace(Attribute(owner), values, {}, owner, uses, id(values)))
@@ -137,7 +138,8 @@ class PythonState:
         return [use for code in self.global_reads.codes for use in uses_of(code, name)]
 
     def check_iterators(self, watched: bool) -> None:
-        """Refuse iterators that the code names, except, if ``watched``, where their reads are recorded."""
+        """Refuse iterators in variables, and in attributes that the code names, except, if ``watched``, in attributes
+        whose reads are recorded."""
         for (at, name), iterator in self.iterators.items():
             of_holder = self.namespaces[at].owner is not None
             recorded = watched and of_holder and not self.namespaces[at].uses
@@ -192,8 +194,11 @@ class PythonState:
                 refill(container, was)
 
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
-        """Record a read of an attribute, and return its value, or a counted number if the forward changes it.
-        Iterators are refused."""
+        """Record a read of an attribute. Return its value, as a counted number if the forward changes it and this
+        reader only counts with it.
+
+        `ModelError` for an iterator, and for a backward that reads what the forward changes.
+        """
         kind = type(value)
         for place, found in self.iterators.items():
             if name == place[1] and place == self._at(holder, name):
@@ -248,7 +253,8 @@ class PythonState:
         return self.contents.get(id(container), (None, None))[1]
 
     def number_set(self, holder: Any, name: str, value: Any) -> Any:
-        """Return the plain value of what the forward stores in an attribute, and remember how it was computed."""
+        """Return the plain value of what the forward stores in an attribute. Remember how it was computed if the
+        attribute is counted with; else reveal what it was computed from."""
         owner = self.reads.owner_of(holder)
         if owner is None:
             return value
@@ -280,8 +286,10 @@ class PythonState:
         return guarded, unguarded
 
     def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-        """Return, by the id of namespaces outside of modules, the changed names that a guard checks there, and those
-        it does not."""
+        """Return, by the id of namespaces, the changed names that a guard checks there, and those it does not.
+
+        It checks names of modules and records by `of_holders`, so here they are among the latter.
+        """
         guarded: dict[int, set[str]] = {}
         unguarded: dict[int, set[str]] = {}
         for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):
@@ -318,7 +326,8 @@ class PythonState:
         return writes
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
-        """Return the change of a name that has another value after the forward."""
+        """Return the change of a name that has another value after the forward, and its value. Enter the name in
+        `guarded` or `unguarded`, and what must hold of it in `conditions`."""
         namespace = self.namespaces[at]
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:
@@ -382,8 +391,8 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container that has other content after the forward; none if it was returned before,
-        for another name in ``aliases``. `ModelError` if its content must be compared but has too many entries."""
+        """Return the change of a container that has other content after the forward, under one alias's name; none if
+        that is in ``written``, to which it is added. `ModelError` if its content must be compared but is too large."""
         aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
         uses = {
             use

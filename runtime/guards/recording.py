@@ -46,8 +46,8 @@ class Record:
         return self.global_reads.names
 
     def guard(self, model: str) -> Guard:
-        """Return the check that all on which the traced graph depends is unchanged. Warn of values outside that the
-        forward changes."""
+        """Return the check that all on which the traced graph depends is unchanged. Warn of changed values outside that
+        a planned call would not change."""
         state = self.state
         state.counted.clear()
         check_none_left()
@@ -67,7 +67,7 @@ def recording(
     assumed: tuple[bool, ...] = (),
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
-    complete after the trace.
+    complete after the trace. At its end the Python state is restored.
     """
     NUMBERS.clear()
     modules = list(model.modules())

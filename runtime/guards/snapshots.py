@@ -42,9 +42,8 @@ DEEPEST = 8
 
 
 def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those values that a namespace still has under the same names. Values that have changed or no longer exist
-    are left out.
-    """
+    """Return those values that a namespace still has under the same names: those that are the same objects, and those
+    that are only equal by `same`. Others are left out."""
     objects, copies = dict[str, Any](), dict[str, Any]()
     for name, value in found.items():
         with suppress(LookupError, AttributeError, ValueError):  # it no longer exists, or its cell is empty

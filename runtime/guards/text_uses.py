@@ -117,7 +117,8 @@ class _Source:
                 return isinstance(above, _PARTS) and self.leaves(above, seen)
 
     def _loads(self, node: ast.AST, name: str) -> Iterator[ast.AST]:
-        """Yield the reads of a local variable. If it is none, yield ``node``, which is read elsewhere."""
+        """Yield the reads of a local variable in the function around ``node``. If it is no local variable, yield its
+        scope, which `leaves` rejects: it may be read anywhere."""
         while not isinstance(node, (*_SCOPES, ast.Module, ast.Lambda, ast.ClassDef)):
             node = self.parents[node]
         shared = (one for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal)))

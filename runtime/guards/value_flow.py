@@ -88,8 +88,8 @@ def use_of(code: CodeType, offset: int, name: str) -> str:
 
 
 def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
-    """Return how code uses a loaded value, by following it through the instructions ``rest``: `READ` unless it is
-    surely only stored, counted or tested."""
+    """Return how code uses a loaded value, like `use_of`, by following it through the instructions ``rest``. `READ` if
+    they reach a jump's target or an unknown instruction."""
     before = load
     for i in rest:
         name, last, before = i.opname, before, i
@@ -195,6 +195,8 @@ def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> b
 
 
 def _known(i: dis.Instruction, stack: list[str]) -> bool:
+    """Apply an instruction that computes arguments of a method. Return False if it is unknown, or takes the method from
+    the stack."""
     if stack == [_METHOD]:
         return False
     if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING", "BUILD_MAP"):

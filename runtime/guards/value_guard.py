@@ -85,7 +85,7 @@ class ValueGuard:
 
     def holds(self, buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
         """Return whether the forward would decide in the same way for these tensors, by executing the recorded calls
-        on them, unchanged."""
+        on them. The tensors are not changed."""
         return all(_same(entry.expected, value) for entry, value in self._decided(buffers, batch))
 
     def counted(
