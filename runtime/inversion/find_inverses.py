@@ -105,6 +105,8 @@ computes the same without new running statistics, followed by the arguments of t
 
 
 def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: bool) -> Invertible:
+    """Return the step with split storages and inverses. A storage is not split if parts would be copied out of it and
+    none of these has an inverse."""
     leave: set[str] = set()
     while True:
         split = _split(step, leave)
@@ -117,6 +119,8 @@ def _found(step: CapturedStep, named: Mapping[str, torch.Tensor], own_seeds: boo
 
 
 def _split(step: CapturedStep, leave: set[str]) -> SplitStep:
+    """Return the step with storages, except ``leave``, split into parts, and parts into parts, in `ROUNDS` passes or
+    fewer."""
     copied: dict[str, tuple[str, ...]] = {}
     for _ in range(ROUNDS):
         split = split_storages(step, {*leave, *copied})
@@ -130,8 +134,10 @@ def _split(step: CapturedStep, leave: set[str]) -> SplitStep:
 def _with_inverses(
     step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool, own_seeds: bool = False
 ) -> Invertible:
-    """Return the step with the inverses that recover a tensor of the forward, and why others were refused. ``exact``:
-    without those that round."""
+    """Return the step with the inverses that recover a tensor of the forward, and why others were refused.
+
+    ``exact``: without those that round. ``own_seeds``: random ops may run again.
+    """
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []

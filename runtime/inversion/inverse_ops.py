@@ -123,7 +123,8 @@ def _multiply(out: Tensor, y: Tensor, factor: Tensor | float) -> float | None:
 
 
 def _checked(least: Tensor, inverse: Tensor) -> float:
-    """Return the factor by which dividing by a scale increases errors; `ModelError` if the scale is near zero."""
+    """Return ``inverse``, the factor by which dividing by a scale increases errors, as a float; `ModelError` if
+    ``least``, the scale's smallest size, is below `LEAST_SCALE`."""
     size, found = torch.stack((least, inverse)).tolist()
     if not size >= LEAST_SCALE:  # also true for NaN
         raise ModelError(

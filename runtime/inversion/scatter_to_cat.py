@@ -107,8 +107,8 @@ class _Rewriter:
         ]
 
     def scatter(self, call: Call, base: Ref, source: Ref, at: Slice) -> bool:
-        """Append a concatenation for a call that writes ``source`` into a slice of ``base``, or equate. Return
-        whether either was possible."""
+        """Append a concatenation for a call that writes ``source`` into a slice of ``base``, or equate its result with
+        ``base`` if the source is that slice already. Return whether that was possible."""
         result, dim, n = call.results[0] or "", at.dim, self.fake(base).shape[at.dim]
         with torch.no_grad():
             there = aten.slice.Tensor(self.fake(base), dim, at.start, at.end, at.step)
@@ -132,6 +132,7 @@ class _Rewriter:
         """Append a concatenation in place of a call that writes a slice, permuted to its result's strides. Return
         whether that was possible."""
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
+        # The dimensions as they follow in memory: (0, 2, 3, 1) for channels-last. `back` is the inverse, (0, 3, 1, 2).
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])
         rest = [s for s in rest if s is None or s.start < s.end]
         parts = [source if s is None else self.slices(base, [s])[0] for s in rest]

@@ -94,6 +94,8 @@ class _Parter:
         return SplitStep(without_dead_calls(with_phases(step)), self.copied)
 
     def _try(self, producer: Call, base: Value) -> None:
+        """Split the storage of a call's result ``base``, if it has parts and the results of all readers keep their
+        layouts."""
         apart = self._bands(producer, base)
         if apart is None:
             return

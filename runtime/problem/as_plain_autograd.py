@@ -61,7 +61,7 @@ class PlainAutograd:
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
-        """Return these ops of a captured step."""
+        """Return the ops of a captured step for which plain autograd needs more bytes."""
         losses = frozenset(call.name for call in step.calls if isinstance(call.target, CrossEntropyBackward))
         masks = {
             step.values[mask].storage: step.values[result].fake.itemsize

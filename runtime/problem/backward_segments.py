@@ -95,8 +95,8 @@ def _with_statistics(
 
 
 def _ready(step: CapturedStep, schedule: Schedule, split: bool) -> dict[StepOutput, int]:
-    """Return, for each gradient, the position of the last op execution before which it must not be returned to
-    autograd; -1 for none."""
+    """Return, for each gradient, the position of the last op execution that must end before it is returned to
+    autograd; -1 if none must. ``split``: whether the backward is split."""
     last = dict.fromkeys(step.storage_bytes, -1)
     for at, one in enumerate(schedule):
         if isinstance(one, Run):

@@ -29,7 +29,7 @@ def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
     """Return the names of the parameters whose gradients a step computes, and the bytes that gradients of earlier steps
-    may occupy while the step runs.
+    may occupy while the step runs. ``named``: the model's parameters, which may be more than the step's.
     """
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}

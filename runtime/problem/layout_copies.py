@@ -102,8 +102,11 @@ def most_copied(
     own: Mapping[str, int],
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
-    """Return the bytes that a backward may need in addition: for each call and storage, the maximum over the
-    `LAYOUTS`."""
+    """Return the bytes that a backward may need in addition: for each call and storage, the maximum over the `LAYOUTS`.
+
+    ``own``: the calls' workspaces at capture. ``measured``: returns those of some calls of another step; None: their
+    copies are added to ``own``.
+    """
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
     for other in other_layouts(step):

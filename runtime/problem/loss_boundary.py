@@ -99,7 +99,8 @@ def with_loss_boundary(
 
 
 def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
-    """Return the ops whose results are new buffers or are read by such ops alone, last first."""
+    """Return the ops whose results are new buffers or, if they are no outputs, are read by such ops alone, last
+    first."""
     new, found = step.returned("buffer"), dict[str, None]()
     kept = set(graph.outputs) - new
     for op in reversed(graph.ops):

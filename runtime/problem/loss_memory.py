@@ -112,6 +112,8 @@ class LossMemory:
                 raise ModelError(f"the loss of a micro-batch cannot be computed: {reason}") from error
         passed = sum(allocated(g.untyped_storage().nbytes(), device) for g in gradients if g is not None)
         scalar = allocated(loss.nbytes, device)  # the gradient of the loss, which the backward begins with
+        # If the forward left 100 bytes and the backward freed 60 of them and made gradients of 30, `rest` is −30, and
+        # 100 − 30 − 30 = 40 stay.
         kept = saved + rest - passed + scalar
         backward = max(saved + back - passed, saved, kept)
         dense = all(
