@@ -54,7 +54,8 @@ class NewBuffer:
 
 
 def with_new_buffers(step: CapturedStep) -> CapturedStep:
-    """Return the step with a `NewBuffer` for each scatter of which nothing but the part that it wrote is read."""
+    """Return the step with a `NewBuffer` for each dense scatter that is no output and of which calls read only the part
+    it wrote. A later such scatter may also write into it."""
     if not any(call.target in PARTS for call in step.calls):
         return step
     outputs = {o.value for o in step.outputs}

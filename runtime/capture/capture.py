@@ -33,7 +33,8 @@ def capture(
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse a module that cannot be traced as one graph."""
+    """Raise `ModelError` for a module that cannot be traced as one graph: with scripted, sharded or compiled parts, or
+    lazy tensors."""
     name = type(module).__name__
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         raise ModelError(f"{name} is scripted, or has a scripted submodule; plan the module before scripting")

@@ -56,7 +56,8 @@ def empty(
     device: torch.device = CPU,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace a module's parameters and buffers, in place, by fake tensors like them. Tied tensors stay tied."""
+    """Replace a module's parameters and buffers, in place, by fake tensors like them on ``device``, floating-point ones
+    of type ``dtype`` if given. Tied tensors stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}  # tensors are equal as keys only if they are the same
     for part in module.modules():
         for table in (part._parameters, part._buffers):

@@ -43,7 +43,8 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether a tensor is among an object's attributes, or in containers and objects there; true for an
     iterator.
 
-    Functions, classes and modules inside are not searched.
+    Functions, classes and modules inside are not searched. ``called_later``: a closure and a bound method's instance
+    are.
     """
     if isinstance(one, Iterator):
         return True

@@ -234,8 +234,8 @@ def _of_batch(step: CapturedStep, count: int) -> CapturedStep:
 
 
 def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None) -> Any:
-    """Return what ``trace`` returns. If the forward reads values, trace again with known ones, then as if PyTorch
-    compiled."""
+    """Return what ``trace`` returns. If the forward reads values, trace again with known values and speculated
+    assertions, then as if PyTorch compiled."""
     try:
         with undecided():
             return trace()
@@ -258,6 +258,8 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
 def _with_numbers(
     trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None
 ) -> Any:
+    """Trace with speculated assertions. If code fails on a number that is not known yet, trace again and refuse to read
+    such numbers."""
     try:
         return untied.assertions.traced(trace)
     except VALUES_DECIDE:

@@ -104,6 +104,8 @@ def _closed_object(values: Any, rest: bytes) -> Any:
 
 
 def _opened_object(leaf: Any) -> Any:
+    """Return an object with tensors as an `OpenedObject`, if pickling copies all that objects of its class have; else
+    the object itself."""
     if isinstance(leaf, _CLOSED) or _whole.get(type(leaf)) is False or not hides_tensors(leaf):
         return leaf
     with suppress(Exception):  # the object's methods may raise anything

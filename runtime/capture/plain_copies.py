@@ -18,8 +18,8 @@ COPY = torch.ops.aten.copy.default
 
 
 def with_plain_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step without copies that equal their source to the last stride. A scatter reads the source of a copy
-    with other strides only."""
+    """Return the step without copies that equal their source to the last stride. If a copy differs in strides alone, a
+    scatter reads its source instead."""
     source, renamed, moved = dict[str, str](), dict[str, str](), dict[str, str]()
     calls = []
     for call in step.calls:

@@ -124,7 +124,8 @@ def with_loss(
     """Return a module of a model and a loss of its first trained floating-point output, and a batch with random
     targets for it.
 
-    Raises `UsageError` if the loss is unknown or does not fit.
+    Without a name of a loss: a scalar output itself, the cross entropy of several classes, else ``mse``. Raises
+    `UsageError` if the loss is unknown or does not fit.
     """
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")

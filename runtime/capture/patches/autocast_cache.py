@@ -23,8 +23,8 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
-    """Make autocast cast each trained float32 tensor in ``leaves`` once inside the block, as eager mode does if its
-    cache is enabled."""
+    """Make autocast, inside the block, cast each trained float32 tensor in ``leaves`` once until it ends, if its cache
+    is ``enabled``, as eager mode does."""
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
     switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}

@@ -51,6 +51,7 @@ class _Reading:
         self.found: set[str] = set()
 
     def written(self) -> _Names:
+        """Return the parameters through which the function may write; all if its source is not found."""
         if self.function in self.known:
             return self.known[self.function]
         self.known[self.function] = frozenset(self.parameters)  # of a function that calls itself
@@ -83,6 +84,8 @@ class _Reading:
         return value
 
     def _call(self, node: ast.Call) -> _Names:
+        """Note what a call writes, and return from which parameters its result may be an address. An unknown function
+        may write through all its arguments."""
         given: dict[int | str | None, _Names] = {at: self._follow(arg) for at, arg in enumerate(node.args)}
         given |= {keyword.arg: self._follow(keyword.value) for keyword in node.keywords}
         every = _NONE.union(*given.values())

@@ -82,6 +82,8 @@ def _is_gradient_given(tensor: Any) -> bool:
 
 
 def _launching(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function to replace ``own``, a kernel's ``__getitem__``, that records launches on traced tensors in this
+    thread."""
     thread = get_ident()  # all threads see the replaced method
 
     def kernel_on_grid(kernel: Any, grid: Any) -> Any:
@@ -147,8 +149,8 @@ def _recorded(
 
 
 def _check(writer: WritingCall, tensors: Sequence[torch.Tensor], given: Any) -> None:
-    """Refuse calls whose results are unknown: with open sizes, with tensors in objects, or where tensors overlap and
-    one is written."""
+    """Refuse calls whose results are unknown: with open sizes, with tensors in objects, or that write into a constant
+    or a tensor which overlaps another one."""
     others = [leaf for leaf in pytree.tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
     for one in others:
         if any(isinstance(value, torch.Tensor) for value in getattr(one, "__dict__", {}).values()):
