@@ -171,7 +171,7 @@ def states_of(
 ) -> dict[str, State] | None:
     """Return the states of a call's operands and results if it is split along an axis, or None if it cannot be.
 
-    An operand without a state is read whole. ``known``: states of values, at least one of the call's.
+    An operand without a state is read whole. ``known``: states of values. ``indices``: the length of the axis.
     """
     one = Shaped(call, step)
     have = {v: s for v in (*one.operands, *one.results) if isinstance(s := known.get(v), AxisSpan)}

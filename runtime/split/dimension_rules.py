@@ -136,8 +136,8 @@ def repeated(one: Shaped) -> DimensionRule:
 
 
 def along(at: int, shape: int | None = None, default: int = 0) -> Rule:
-    """The op treats one dimension or several, argument ``at``, whole. ``shape``: the argument that is the result's
-    shape."""
+    """Return the rule of an op that is not split along the dimensions in argument ``at`` (lacking: ``default``; none
+    stated: all). ``shape``: the argument that is the result's shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
@@ -150,7 +150,8 @@ def along(at: int, shape: int | None = None, default: int = 0) -> Rule:
 
 
 def last(count: int, shape: int | None = None) -> Rule:
-    """The op treats the last dimensions, so many, whole. ``shape``: the argument that is the result's shape."""
+    """Return the rule of an op that is not split along its last ``count`` dimensions. ``shape``: the argument that is
+    the result's shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
@@ -219,7 +220,8 @@ def squeezed(one: Shaped) -> DimensionRule | None:
 
 
 def gathered(one: Shaped) -> DimensionRule | None:
-    """The op moves numbers along one dimension, argument 1, as indices say. Only equal others belong together."""
+    """The op moves numbers along one dimension, argument 1, as indices say. Other dimensions belong together if all
+    tensors have the same size; None if ranks differ."""
     shapes = [one.shape(v) for v in (*one.operands, *one.results)]
     rank = len(shapes[0])
     if not rank or any(len(shape) != rank for shape in shapes):
@@ -231,7 +233,7 @@ def gathered(one: Shaped) -> DimensionRule | None:
 
 
 def indexed(one: Shaped) -> DimensionRule | None:
-    """One tensor of indices takes the place of a dimension."""
+    """One tensor of indices takes the place of a dimension; None if several do."""
     x, given = one.operand(0), [at for at, i in enumerate(one.call.args[1]) if i is not None]
     if len(given) != 1:
         return None
@@ -243,8 +245,8 @@ def indexed(one: Shaped) -> DimensionRule | None:
 
 
 def reduction(without: str, dims_at: int = 1) -> Rule:
-    """A reduction over the dimensions in argument ``dims_at``, all by default, which stay with size 1 if the next one
-    is true."""
+    """Return the rule of a reduction over the dimensions in argument ``dims_at``, by default all, which stay with size
+    1 if the next argument is true. ``without``: as in `DimensionRule`."""
 
     def rule(one: Shaped) -> DimensionRule:
         x, dims = one.operand(0), one.argument(dims_at)
@@ -271,8 +273,8 @@ def _mean(one: Shaped, over: Set[int]) -> Mean | None:
 
 
 def product(text: str) -> Rule:
-    """A product as `torch.einsum` writes it. With a bias, the first of three operands, it cannot be split along what
-    it sums."""
+    """Return the rule of a product as `torch.einsum` writes it. With a bias, the first of three operands, it cannot be
+    split along what it sums."""
     left, right = text.split("->")
     operands = left.split(",")
     summed = frozenset(left) - frozenset(right) - {","}
@@ -342,8 +344,8 @@ def normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
 
 
 def attention(query: int) -> Rule:
-    """A fused attention. ``query``: the position of the queries, before keys and values. Batch and heads of all tensors
-    belong together."""
+    """Return the rule of a fused attention, split along the batch, or along heads if queries and keys have as many.
+    ``query``: the position of the queries, before keys and values."""
 
     def rule(one: Shaped) -> DimensionRule:
         q, k = one.shape(one.operand(query)), one.shape(one.operand(query + 1))

@@ -17,7 +17,7 @@ def _fixed_in_convolution(one: Shaped, weight: str, at: int) -> frozenset[int | 
 
 
 def convolution(one: Shaped) -> DimensionRule:
-    """Images belong together, and pixels if each is computed alone."""
+    """A convolution is split along images, and along pixels if each pixel is computed alone."""
     x, weight, y = one.operand(0), one.operand(1), one.results[0]
     pixels: Labels = tuple(range(1, len(one.shape(x)) - 1))
     labels: dict[str, Labels] = {x: ("n", "in", *pixels), y: ("n", "out", *pixels)}
@@ -26,7 +26,7 @@ def convolution(one: Shaped) -> DimensionRule:
 
 
 def convolution_backward(one: Shaped) -> DimensionRule | None:
-    """Gradients of weights and biases are sums over images."""
+    """As `convolution`; gradients of weights and biases are sums over the parts. None if the gradient is the input."""
     gradient, x, weight = (one.operand(at) for at in range(3))
     if gradient == x:
         return None
@@ -40,7 +40,8 @@ def convolution_backward(one: Shaped) -> DimensionRule | None:
 
 
 def group_norm(sizes_at: int, without: str) -> Rule:
-    """A norm over groups of channels. ``sizes_at``: the position of the batch's size, before those of others."""
+    """Return the rule of a norm over groups of channels, split along images. ``sizes_at``: the position of the batch's
+    size among the arguments. ``without``: as in `DimensionRule`."""
 
     def rule(one: Shaped) -> DimensionRule:
         x = one.operand(0)

@@ -57,8 +57,9 @@ def _with_classes(rows: Labels) -> Labels:
 
 
 def element_loss(at: int, scores: int = 0, scales: bool = False) -> Rule:
-    """A loss of elements, or its backward. ``at``: the position of the reduction. ``scores``: that of the scores.
-    ``scales``: whether the backward of a mean is that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
+    """Return the rule of a loss of elements, or of its backward; None if it reduces in 16 bits. ``at``: the position of
+    the reduction. ``scores``: that of the scores, above 0 for a backward. ``scales``: whether the backward of a mean is
+    that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
 
     def rule(one: Shaped) -> DimensionRule | None:
         how, x = one.argument(at, MEAN), one.operand(scores)

@@ -186,7 +186,7 @@ class _Splitter(SumEmitter):
         return self.of_one[region, value]
 
     def _end_early(self, region: SplitRegion) -> None:
-        """Emit the loss, and those results of its backward that are read whole, for a gradient of 1."""
+        """Emit those results of the region's backward that are read whole, for a gradient of the loss of 1."""
         for call in map(self.step.call.__getitem__, region.calls):
             for value in filter(None, call.results):
                 if value in self.early[region].scaled and self._is_read_whole(value):

@@ -153,6 +153,8 @@ class _Pass:
         self.values = {name: value for name, value in self.values.items() if name in made}
 
     def _layer(self, weight: Weight, backwards: list[SecondBackward], terms: int) -> Layer:
+        """Add the sums of a weight to the step, and return them as a `Layer`; `_NotTaken` if its uses need different
+        matrices or no gradient reaches it."""
         for block in weight.blocks:
             grams = [self._grams(use, weight.bias is not None) for use in block.uses]
             if len({(a.shape, g.shape) for a, g in grams}) > 1:

@@ -94,6 +94,8 @@ class SecondBackward:
         self.behind[call.name] = own
 
     def _value(self, call: Call, name: str) -> Value:
+        """Return the second backward's counterpart of a value, with a storage of its own or, of a view, that of the
+        counterpart of what it views."""
         like = self.step.values[name]
         storage = f"{like.storage}{self.suffix}"
         if call.is_view:

@@ -77,6 +77,8 @@ class Shifts:
         return found
 
     def _terms(self, k: tuple[int, ...], to: tuple[int, ...]) -> Iterator[tuple[Term, int]]:
+        """Yield the products, each with its sign, whose sum is the entry of Σ r rᵀ for the kernel positions ``k`` and
+        ``to``. Borders are subtracted by inclusion and exclusion."""
         read = self.read
         shift = tuple(d * (b - a) for a, b, d in zip(k, to, read.dilation, strict=True))
         choices: list[list[tuple[Interval, int]]] = []

@@ -253,6 +253,7 @@ def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) 
 
     Parts of size 1 are left out. ``axes``: size and stride of each dimension of the product's result.
     """
+    # A dimension of size 48 and stride 1, of a product (8, 6), is 6 entries of its dimension 1 within 8 of dimension 0.
     found: list[_Part] = []
     for size, stride in zip(shape, strides, strict=True):
         own: list[_Part] = []

@@ -255,6 +255,8 @@ class Weights:
         return True
 
     def _with_biases(self, found: list[Weight], left: dict[str, str]) -> Iterator[Weight]:
+        """Yield the weights, each with its bias if a parameter in ``left`` (gradients by name) has the same products:
+        first one of the same module, then any."""
         keys: dict[str, list[tuple[RowRange | None, BiasKey]]] = {}
         for name, value in left.items():
             try:
@@ -274,6 +276,7 @@ class Weights:
             yield _biased(weight, bias_of.get(weight.name))
 
     def _bias_key(self, call: Call, index: int) -> BiasKey | None:
+        """Return what identifies the sum that is result ``index`` of a call; None if it cannot be a bias's gradient."""
         if call.target is aten.convolution_backward.default and index == 2:
             return ("convolution", call.name)
         if call.target is not aten.sum.dim_IntList:
