@@ -150,8 +150,8 @@ class Writer(Emitter):
     def _handing_over(
         self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
     ) -> str:
-        """Return the lines so far as a function that returns a tuple of ``values`` and a list of all other values in
-        variables."""
+        """Return the lines so far as a function that returns a tuple of ``values`` (None for those in ``zero``) and a
+        list of the other variables, without ``gone``."""
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
             self.left.add(self.step.values[value].storage)
@@ -248,6 +248,8 @@ class Writer(Emitter):
                 self.lines.append(f"note({result!r}, {self.name(result)})")
 
     def _replayed(self, call: Call, expression: str, at: int) -> None:
+        """Write one run of a random call that runs several times: the first saves the generator's state, from which
+        later ones draw."""
         state = self._state(call.name)
         device = self.step.drawing_device(call)
         self.scope.update(replay_functions(device))

@@ -86,9 +86,10 @@ def compile_halves(
     note: Note | LayoutCheck | None = None,
     for_any_sizes: bool = False,
 ) -> Halves:
-    """Compile a schedule into a forward and a backward half.
+    """Compile a schedule into a forward and a backward half, on two ``lanes`` unless tangents are ``missing``.
 
-    Raises `ProblemError` unless all that outputs and buffers need runs before anything that needs a tangent.
+    Raises `ProblemError` if an output or new buffer is not ready at the loss boundary, or the order of random ops and
+    collectives is not the step's. ``spare``: as in `CompiledPlan`; other arguments: as in `Writer`.
     """
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)

@@ -115,7 +115,7 @@ class CompiledPlan:
         retained: Callable[[int], None] = lambda held: None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the forward half, copy new content into the buffers, and return the module's outputs as nodes of the
-        autograd graph."""
+        autograd graph. ``named``: parameters and buffers; ``with_tangents`` and later arguments: as in `PlanCall`."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         waiting = [] if deferred is None else deferred

@@ -50,7 +50,7 @@ def stays_small(row: Row, args: Sequence[np.ndarray | None]) -> bool:
 
 
 def known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tuple[Value, ...]:
-    """Run a row on known values, invisible to any tracer."""
+    """Run a row on known values, invisible to any tracer, and return the results as arrays."""
     with disable_current_modes(), torch.no_grad():
         operands = [
             a if a is None or k in row.known | row.literal else to_tensor(a) for k, a in enumerate(args)

@@ -191,6 +191,8 @@ class OnnxModule(nn.Module):
     def _operand(
         self, step: Instruction, at: int, value: Value, rank: int, device: torch.device | None
     ) -> Value:
+        """Return input ``at`` of a node as `_operands` does. ``rank``, ``device``: the largest rank and the first
+        device of its tensors."""
         node, row, is_known = step.node, step.row, isinstance(value, np.ndarray)
         if at in row.known:
             return stated(node, at, value)

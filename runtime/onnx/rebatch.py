@@ -155,6 +155,8 @@ class _Rebatching:
     # -------------------------------------------------------------- changing nodes
 
     def _changed(self, node: Node, values: dict[str, Any], before: Mapping[str, KnownValue | None]) -> Node:
+        """Return a node with the inputs that its rule replaces, whose new nodes and constants are added; the node
+        itself if the rule replaces none."""
         rule = None if node.domain else RULES.get(node.op)
         if rule is None:
             return node

@@ -89,6 +89,8 @@ def batch_axis(old: Shape, new: Shape) -> int | None:
 
 
 def _reshape(case: RebatchCase) -> Operands:
+    """Return the replaced shape of a Reshape of an input with the batch, unless the old one follows the batch; refuse
+    one without a place for it."""
     target, axis, source = case.constant(1), case.axis(0), case.old[0]
     if target is None or axis is None or source is None or case.result is None:
         return {}
@@ -117,6 +119,8 @@ def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
 
 
 def _expand(case: RebatchCase) -> Operands:
+    """Return the replaced shape of an Expand: its batch axis scaled, or its first axis if the Expand makes that from
+    nothing or from size 1."""
     target, source, new = case.constant(1), case.old[0], case.new[0]
     if target is None or source is None or new is None or case.result is None:
         return {}

@@ -45,7 +45,8 @@ class StageCode:
 
 
 def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCode:
-    """Compile a schedule of a dataflow pipeline's stage into a forward and a backward function."""
+    """Compile a schedule of a dataflow pipeline's stage into a forward and a backward function. ``last``: whether the
+    loss is computed from the stage's outputs."""
     writer = _StageWriter(step, schedule, last)
     source = writer.stage()
     scope = dict(writer.scope)
