@@ -209,8 +209,8 @@ class GlobalReads:
             self.waiting.append((thing, names))
 
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-        """Yield each namespace that code with ``names`` reaches through an object, such as a function's global
-        variables: its holder, its values, the names wanted of it, and those to follow in what is found."""
+        """Yield each namespace that code reaches through an object, such as a function's global variables. Yielded are
+        its holder, its values, the names wanted of it, and the names to follow in what is found."""
         own: Names = _UNNAMED
         if function := _inside(thing):
             own = named_in(function.__code__)

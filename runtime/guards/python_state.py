@@ -95,8 +95,7 @@ class PythonState:
     restored them."""
 
     def __post_init__(self) -> None:
-        """Copy the state: the values of names in modules, records and variables, and the content of containers reached
-        from them. From now on, ``reads`` tells this object of each read and write."""
+        """Copy the state, and the content of containers in it. From now on, ``reads`` reports reads and writes here."""
         for owner, holder, values in self.reads.every_holder():
             uses = None if _is_watched(type(holder)) else self._uses
             self.namespaces.append(Namespace(Attribute(owner), values, {}, owner, uses, id(values)))
@@ -138,8 +137,7 @@ class PythonState:
         return [use for code in self.global_reads.codes for use in uses_of(code, name)]
 
     def check_iterators(self, watched: bool) -> None:
-        """Refuse iterators in variables, and in attributes that the code names, except, if ``watched``, in attributes
-        whose reads are recorded."""
+        """Refuse iterators in variables, and in attributes that code names unless ``watched`` records their reads."""
         for (at, name), iterator in self.iterators.items():
             of_holder = self.namespaces[at].owner is not None
             recorded = watched and of_holder and not self.namespaces[at].uses
@@ -194,11 +192,8 @@ class PythonState:
                 refill(container, was)
 
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
-        """Record a read of an attribute. Return its value, as a counted number if the forward changes it and this
-        reader only counts with it.
-
-        `ModelError` for an iterator, and for a backward that reads what the forward changes.
-        """
+        """Record a read of an attribute. Return its value, as a counted number if the forward changes it and this read
+        only counts. `ModelError` for an iterator, and if a backward reads what the forward changes."""
         kind = type(value)
         for place, found in self.iterators.items():
             if name == place[1] and place == self._at(holder, name):
@@ -253,8 +248,7 @@ class PythonState:
         return self.contents.get(id(container), (None, None))[1]
 
     def number_set(self, holder: Any, name: str, value: Any) -> Any:
-        """Return the plain value of what the forward stores in an attribute. Remember how it was computed if the
-        attribute is counted with; else reveal what it was computed from."""
+        """Return the plain value to store in an attribute. Remember how a counted one was computed, else reveal it."""
         owner = self.reads.owner_of(holder)
         if owner is None:
             return value
@@ -286,10 +280,8 @@ class PythonState:
         return guarded, unguarded
 
     def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-        """Return, by the id of namespaces, the changed names that a guard checks there, and those it does not.
-
-        It checks names of modules and records by `of_holders`, so here they are among the latter.
-        """
+        """Return, by the id of namespaces, the changed names of variables that a guard checks there; and those it does
+        not check, which include all of `of_holders`."""
         guarded: dict[int, set[str]] = {}
         unguarded: dict[int, set[str]] = {}
         for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):
@@ -326,8 +318,7 @@ class PythonState:
         return writes
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
-        """Return the change of a name that has another value after the forward, and its value. Enter the name in
-        `guarded` or `unguarded`, and what must hold of it in `conditions`."""
+        """Return the change of a name that has another value now, and the value; decide how a guard checks the name."""
         namespace = self.namespaces[at]
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:
