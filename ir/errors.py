@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 LONGEST = 4000
@@ -95,66 +96,47 @@ CHEAP = 0.05
 budget also names a budget for which there is a cheap plan."""
 
 
+@dataclass(eq=False, repr=False)
 class InfeasibleBudget(RematplanError):
-    """The memory budget is refused: no schedule that the strategy found has a peak within it.
-
-    Attributes:
-        strategy: the name of the strategy, the algorithm that searched for a plan.
-        budget: the budget that was asked for, in bytes.
-        smallest: the smallest peak of all plans that the searches found, in bytes.
-        known: why the budget is refused: ``"least"``, the strategy has no smaller plan; ``"searched"``, a longer search
-            may find one; ``"proven"``, no schedule fits; ``"room"``, none fits with the memory reserved for a loss.
-        floor: a proven lower bound of every plan's peak, with the reason, as text; empty if unknown.
-        hint: what the user may have meant instead, as text; empty if there is no suggestion.
-        plan: the plan whose peak is ``smallest``, if there is one; else None.
-        cheap: the smallest peak in bytes of the plans found that need at most 5 % (`CHEAP`) more time than a step
-            without recomputation; 0 if unknown.
-        cheap_plan: the plan whose peak is ``cheap``, if there is one; else None.
-        near: pairs of a peak in bytes and the overhead of the cheapest plan found there, from ``smallest`` to 1.2 times
-            it; empty if unknown.
-    """
+    """The memory budget is refused: no schedule that the strategy found has a peak within it."""
 
     exit_status = 3
-    _FIELDS = (
-        "strategy",
-        "budget",
-        "smallest",
-        "known",
-        "floor",
-        "hint",
-        "plan",
-        "cheap",
-        "cheap_plan",
-        "near",
-    )
+    strategy: str
+    """The name of the strategy, the algorithm that searched for a plan."""
+    budget: int
+    """The budget that was asked for, in bytes."""
+    smallest: int
+    """The smallest peak of all plans that the searches found, in bytes."""
+    known: Known = "least"
+    """Why the budget is refused: ``"least"``, the strategy has no smaller plan; ``"searched"``, a longer search may
+    find one; ``"proven"``, no schedule fits; ``"room"``, none fits with the memory reserved for a loss."""
+    floor: str = ""
+    """A proven lower bound of every plan's peak, with the reason, as text; empty if unknown."""
+    hint: str = ""
+    """What the user may have meant instead, as text; empty if there is no suggestion."""
+    plan: Any = None
+    """The plan whose peak is ``smallest``, if there is one; else None."""
+    cheap: int = 0
+    """The smallest peak in bytes of the plans found that need at most 5 % (`CHEAP`) more time than a step without
+    recomputation; 0 if unknown."""
+    cheap_plan: Any = None
+    """The plan whose peak is ``cheap``, if there is one; else None."""
+    near: tuple[tuple[int, float], ...] = ()
+    """Pairs of a peak in bytes and the overhead of the cheapest plan found there, from ``smallest`` to 1.2 times it;
+    empty if unknown."""
 
-    def __init__(
-        self,
-        strategy: str,
-        budget: int,
-        smallest: int,
-        known: Known = "least",
-        floor: str = "",
-        hint: str = "",
-        plan: Any = None,
-        cheap: int = 0,
-        cheap_plan: Any = None,
-        near: tuple[tuple[int, float], ...] = (),
-    ) -> None:
-        self.strategy, self.budget, self.smallest = strategy, budget, smallest
-        self.known, self.floor, self.hint, self.plan, self.cheap = known, floor, hint, plan, cheap
-        self.cheap_plan, self.near = cheap_plan, near
-        reason = _REFUSED[known].format(_exactly(smallest))
+    def __post_init__(self) -> None:
+        reason = _REFUSED[self.known].format(_exactly(self.smallest))
         super().__init__(
-            f"{strategy}: budget {_exactly(budget)} {reason}"
+            f"{self.strategy}: budget {_exactly(self.budget)} {reason}"
             + (
-                f"; a plan that costs at most {100 * CHEAP:.0f} % of time needs {_exactly(cheap)}"
-                if cheap
+                f"; a plan that costs at most {100 * CHEAP:.0f} % of time needs {_exactly(self.cheap)}"
+                if self.cheap
                 else ""
             )
-            + (f"; of the plans found near the smallest, {_costs(near)}" if len(near) > 1 else "")
-            + (f"; the proven least is {floor}" if floor else "")
-            + (f"; {hint}" if hint else "")
+            + (f"; of the plans found near the smallest, {_costs(self.near)}" if len(self.near) > 1 else "")
+            + (f"; the proven least is {self.floor}" if self.floor else "")
+            + (f"; {self.hint}" if self.hint else "")
         )
 
     @property
@@ -162,14 +144,9 @@ class InfeasibleBudget(RematplanError):
         """The plans of the peaks ``smallest`` and ``cheap``, as far as there are any."""
         return tuple(dict.fromkeys(p for p in (self.plan, self.cheap_plan) if p is not None))
 
-    def changed(self, **fields: Any) -> InfeasibleBudget:
-        """Return a copy of this error with some attributes replaced, such as ``hint="..."``."""
-        own = {name: getattr(self, name) for name in self._FIELDS}
-        return InfeasibleBudget(**(own | fields))
-
     def __reduce__(self) -> Any:
         """Return what pickle needs: all attributes. By default an exception is restored from its message alone."""
-        return type(self), tuple(getattr(self, name) for name in self._FIELDS)
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
 def _exactly(n: int) -> str:

@@ -117,7 +117,7 @@ class PlanStore:
         shorter than ``seconds``. Else return None."""
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
-                return known.changed(budget=budget)
+                return replace(known, budget=budget)
         return None
 
     def family(self, problem: TrainingGraph) -> PlanFamily:

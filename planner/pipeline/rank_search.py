@@ -428,7 +428,7 @@ def plans_of_ranks(
         try:
             found[rank] = own.run()
         except InfeasibleBudget as error:
-            refused, enough = error.changed(strategy=f"rank {rank}", budget=budget), error.smallest
+            refused, enough = replace(error, strategy=f"rank {rank}", budget=budget), error.smallest
     if refused is not None:
         raise refused
     return found

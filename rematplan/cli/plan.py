@@ -176,7 +176,7 @@ def asking_for_units(budget: Budget, graph: TrainingGraph) -> Iterator[None]:
         hint = unit_missing(budget, graph)
         if not hint:
             raise
-        raise e.changed(hint=hint) from None
+        raise replace(e, hint=hint) from None
 
 
 def plan_document(source: Source, plan: Plan, base: Plan) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class CommonSearch:
         try:
             found = search.run()
         except InfeasibleBudget as error:
-            raise error.changed(strategy=f"{self.planner.options.strategy.name} in parts") from None
+            raise replace(error, strategy=f"{self.planner.options.strategy.name} in parts") from None
         stages, calls = search.stages, Counter(group for _, group in self.rehearsed.calls)
         shares = RankBudgetShares(stages, search.rank.actions, tuple(found.stages))
         bounds = [(one.held.kept, one.held.deferred) for one in found.stages]

@@ -189,7 +189,7 @@ def plan_within(
         for known_one in error.plans if strategy.lasting else ():
             store.keep(graph, known_one)
         known = "proven" if budget < min_peak_bound(graph).bytes else error.known
-        error = error.changed(budget=budget, known=known, floor=floor_text(graph))
+        error = replace(error, budget=budget, known=known, floor=floor_text(graph))
         store.refuse(graph, error, limit)
         raise error from None
     store.put(graph, budget, plan, lasting=strategy.lasting)
@@ -237,7 +237,7 @@ def _plan_or_lower(
             except InfeasibleBudget:  # the plan fits nevertheless
                 return replace(fitting, budget=budget)
         if least.peak < error.smallest:
-            raise error.changed(smallest=least.peak, plan=least) from None
+            raise replace(error, smallest=least.peak, plan=least) from None
         raise
 
 

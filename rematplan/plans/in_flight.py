@@ -104,7 +104,7 @@ def plan_in_flight(step: CapturedStep, problem: StageProblem, most: int, asked: 
     try:
         found = search_in_flight(problem, most, asked).run()
     except InfeasibleBudget as error:
-        raise error.changed(strategy=asked.strategy.name) from None
+        raise replace(error, strategy=asked.strategy.name) from None
     (plan,) = found.plans
     cost = problem.graph.base_cost
     share = found.floor / cost if cost else 0.0

@@ -79,4 +79,4 @@ def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingG
             )
         if (known, floor, hint) == (error.known, error.floor, error.hint):
             raise
-        raise error.changed(known=known, floor=floor, hint=hint) from None
+        raise replace(error, known=known, floor=floor, hint=hint) from None

@@ -61,7 +61,7 @@ def plan_either(
         last = failed[-1]  # every plan of the plain problem is one of this problem, too
         least = min(failed, key=lambda error: error.smallest)
         cheap = min((error.cheap for error in failed if error.cheap), default=0)
-        raise last.changed(smallest=least.smallest, plan=least.plan, cheap=cheap)
+        raise replace(last, smallest=least.smallest, plan=least.plan, cheap=cheap)
     return better_of(found, budget)
 
 

@@ -118,7 +118,7 @@ class Planner(StepProblems):
                 raise
             if self.options.fuses:
                 of = "fused kernels" if self.options.split == UNSPLIT else "fused kernels and these splits"
-                raise error.changed(floor=f"{error.floor}, with {of}") from None
+                raise replace(error, floor=f"{error.floor}, with {of}") from None
             raise about_splits(self._with_earlier_gradients(step)[0], step, error) from None
         rounds = bool(changed.notes)
         carries = found.carries and not rounds  # splits and kernels are those of one size

@@ -340,23 +340,23 @@ def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBu
     bound is of the stated ones, or how small a peak they reach if none were asked for."""
     asked = problems.options.split
     if isinstance(asked, tuple):
-        return error.changed(floor=f"{error.floor}, with the stated splits")
+        return replace(error, floor=f"{error.floor}, with the stated splits")
     try:
         if asked == AUTO_SPLIT:
             return _with_any_splits(problems, step, error)
         text = _reached_by_splits(problems, step, error.smallest)
     except RematplanError:  # it must not take the place of the refusal
         return error
-    return error.changed(hint="; ".join(part for part in (error.hint, text) if part))
+    return replace(error, hint="; ".join(part for part in (error.hint, text) if part))
 
 
 def _with_any_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
     """Return a refusal of the splits that were chosen with what is proven of all."""
     floor = split_floor(step, problems.problem_at(step)[1], splittable(step, find_regions(step)))
     if error.budget < floor.bytes:
-        return error.changed(known="proven", floor=floor_text(floor))
-    return error.changed(
-        known="searched" if error.known == "proven" else error.known, floor=floor_text(floor)
+        return replace(error, known="proven", floor=floor_text(floor))
+    return replace(
+        error, known="searched" if error.known == "proven" else error.known, floor=floor_text(floor)
     )
 
 
