@@ -88,7 +88,8 @@ def load_problem(path: str | Path) -> TrainingGraph:
 
 
 def read_json(path: str | Path) -> object:
-    """Return the JSON data of a file. ``NaN`` and ``Infinity`` are refused, because JSON does not have them."""
+    """Return the JSON data of a file. `ProblemError`, which does not name the file, if it cannot be read, is not
+    JSON, or has ``NaN`` or ``Infinity``."""
 
     def refuse(word: str) -> float:
         raise ProblemError(f"{word} is not a number")
@@ -146,6 +147,8 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 
 
 def _op_from_json(data: object, where: str) -> Op:
+    """Return an op or inverse of JSON data; `ProblemError` if a field is missing or wrong. ``where``: its name in
+    messages until its own name is read."""
     name = _field(data, "name", str, where)
     where = f"op {name!r}"
     row = _typed(data, dict, where)

@@ -161,7 +161,8 @@ class TrainingGraph:
 
 
 def check(graph: TrainingGraph) -> None:
-    """Check that the parts of a planning problem are consistent."""
+    """Raise `ProblemError` unless a planning problem is valid: unique names, known tensors, an order in which each
+    read is written before, figures in range."""
     sizes = _unique((t.name for t in graph.tensors), "tensor")
     for tensor in graph.tensors:
         _check_bytes(tensor.bytes, f"tensor {tensor.name!r}: bytes")
@@ -203,8 +204,8 @@ def check(graph: TrainingGraph) -> None:
 
 
 def _check_order(graph: TrainingGraph) -> set[str]:
-    """Refuse ops that read what is not written before, or write a tensor twice. Return all inputs and written
-    tensors."""
+    """Return all inputs and written tensors. `ProblemError` for an op that reads what is not written before, or
+    writes an input or a tensor that another op writes."""
     inputs = set(graph.inputs)
     written = set(inputs)
     later = {t: o.name for o in graph.ops for t in o.writes}
@@ -229,6 +230,7 @@ def _check_order(graph: TrainingGraph) -> set[str]:
 
 
 def _check_op(op: Op, known: set[str]) -> None:
+    """Raise `ProblemError` unless an op names only ``known`` tensors, writes each once, and has figures in range."""
     for t in (*op.reads, *op.writes):
         if t not in known:
             raise ProblemError(f"op {op.name!r} names {t!r}, which is not among the tensors")

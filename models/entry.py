@@ -75,7 +75,8 @@ class ZooEntry:
         return SUMMARIES[self.name]
 
     def complete(self, requested: Mapping[str, int | None]) -> dict[str, int]:
-        """Return all sizes by name: those requested, and the defaults for sizes that are missing or None."""
+        """Return all sizes by name: those requested, and the defaults for sizes that are missing or None. `ZooError`
+        for an unknown name or a size that the network cannot have."""
         stated = {name: size for name, size in requested.items() if size is not None}
         for name in stated:
             if name not in self.sizes:

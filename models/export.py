@@ -25,8 +25,11 @@ FILE_LIMIT = 2**31 - 2**24
 def export_onnx(
     model: nn.Module, inputs: Sequence[Tensor], path: Path, *, dynamic_batch: bool = True
 ) -> None:
-    """Write a network as an ONNX file in training form (opset 17), completely or not at all. It runs once,
-    but keeps its state.
+    """Write a network as an ONNX file in training form (opset 17), completely or not at all. It runs once, but keeps
+    its state.
+
+    ``dynamic_batch``: whether the first dimension of inputs and output is open. Raises ZooError above `FILE_LIMIT`
+    bytes of weights.
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     if weights > FILE_LIMIT:

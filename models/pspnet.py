@@ -33,9 +33,8 @@ def enlarge(x: Tensor, like: Tensor) -> Tensor:
 
 
 class Pyramid(nn.Module):
-    """Concatenates ``features`` channels with their means over grids of `BINS` cells, a quarter of the
-    channels for each.
-    """
+    """Concatenates ``features`` channels with their means over grids, whose sides are `BINS`; convolutions reduce
+    each of these to a quarter of the channels."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -83,9 +83,8 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet: from images (N, 3, H, W) to class scores (N, ``classes``). In stage i, 3×3 convolutions have
-    ``width`` · 2^i channels.
-    """
+    """ResNet: from images (N, 3, H, W) to class scores (N, ``classes``). ``depth``: a key of `DEPTHS`. In stage i,
+    from 0, 3×3 convolutions have ``width`` · 2^i channels."""
 
     def __init__(self, depth: int = 50, width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -111,7 +110,11 @@ class ResNet(nn.Module):
 def make_stages(
     bottleneck: bool, blocks: Sequence[int], width: int, *, stem: int | None = None, dilated: bool = False
 ) -> tuple[nn.Sequential, int]:
-    """Return the residual stages of a ResNet, and the number of channels after the last stage."""
+    """Return the residual stages of a ResNet, and the number of channels after the last stage.
+
+    ``blocks``: of each stage. ``width``: inner channels of the first. ``stem``: input channels; None: ``width``.
+    ``dilated``: from the third stage on, convolutions are dilated and keep the image size.
+    """
     body, expansion = (bottleneck_body, EXPANSION) if bottleneck else (plain_body, 1)
     stages, in_channels = [], stem or width
     for stage, count in enumerate(blocks):

@@ -36,10 +36,11 @@ def window_side(image: int) -> int:
 
 
 class WindowAttention(nn.Module):
-    """Self-attention within square windows of features (N, ``side``, ``side``, ``width``), with a learned
-    bias per relative position.
+    """Self-attention within square windows of features (N, ``side``, ``side``, ``width``), with a learned bias per
+    relative position.
 
-    ``window``: the side of a window, a divisor of ``side``.
+    ``window``: the side of a window, a divisor of ``side``. ``shifted``: whether windows are moved by half of it, if
+    there are several.
     """
 
     def __init__(self, width: int, side: int, window: int, shifted: bool) -> None:

@@ -74,9 +74,8 @@ class DroppedAttention(SelfAttention):
 
 
 class CrossAttention(nn.Module):
-    """Attention with queries from a sequence (N, T, ``width``), and keys and values from another (N, S,
-    ``context``), without biases.
-    """
+    """Attention with queries from a sequence (N, T, ``width``), and keys and values from another (N, S, ``context``).
+    Only the output layer has a bias."""
 
     def __init__(self, width: int, context: int, heads: int) -> None:
         super().__init__()

@@ -89,6 +89,7 @@ def _gpt(depth: int, width: int) -> ZooEntry:
 
 
 def _bert(name: str, vocabulary: int, spare: int, kinds: int) -> ZooEntry:
+    """Return the entry of a network like BERT. ``spare``: positions beyond the tokens. ``kinds``: as in `BERT`."""
     return ZooEntry(
         name,
         "tokens",

@@ -100,7 +100,8 @@ def constant_value(node: Node) -> np.ndarray | None:
 
 
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
-    """Compute a node's outputs from constants; None if it cannot be folded."""
+    """Compute a node's outputs from the values ``known`` by name. None if an input is unknown, the op has no size
+    rule, the result is large, or computing it fails."""
     # An input is unknown, or the op has no size rule.
     if node.domain or node.op not in SIZE_RULES or any(n and n not in known for n in node.inputs):
         return None

@@ -39,7 +39,11 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan."""
+    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan. Return the content and a note
+    if there were any.
+
+    ``bound``: sizes by symbol. `ModelError` if a condition or length depends on data.
+    """
     if not draft.bodies:
         return draft, ()
     shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}
@@ -118,6 +122,7 @@ class _Unrolling:
             self.shapes[node.outputs[0]] = self.shapes[node.inputs[0]]
 
     def _results(self, node: Node) -> tuple[np.ndarray, ...] | None:
+        """Return a node's outputs if they follow from ``known`` values or ``shapes``; else None."""
         if node.domain:
             return None
         if node.op == "Constant":
@@ -187,7 +192,8 @@ class _Unrolling:
         self.emit(node, "Concat", rows, output, axis=axis)
 
     def check(self) -> None:
-        """Check that every value that a node of the new graph reads is an input, stored, or written by a node."""
+        """Raise `ModelError` unless every value that a node of the new graph reads is an input, stored, or written by
+        a node."""
         written = {o for n in self.nodes for o in n.outputs} | self.initialisers.keys()
         written |= {v.name for v in self.draft.inputs} | {""}
         for node in self.nodes:
@@ -250,6 +256,8 @@ def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mappi
 def _finish(
     work: _Unrolling, node: Node, states: Sequence[str], kept: Sequence[Sequence[str]], axes: Sequence[int]
 ) -> None:
+    """Append nodes that write the outputs of a Loop or Scan: the last ``states``, then the results of all iterations
+    (``kept``), stacked along ``axes``."""
     for result, output in zip(states, node.outputs, strict=False):
         if output:
             work.emit(node, "Identity", (result,), output)
@@ -301,6 +309,8 @@ def _each(node: Node, name: str, count: int) -> tuple[int, ...]:
 
 
 def _length(work: _Unrolling, node: Node, sources: Sequence[str], axes: Sequence[int]) -> int:
+    """Return the iterations of a Scan, the common length of ``sources`` along ``axes``; `ModelError` if unknown,
+    different, or above `MAX_ITERATIONS`."""
     lengths = set()
     for source, axis in zip(sources, axes, strict=True):
         shape = work.shapes.get(source)

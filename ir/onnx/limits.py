@@ -19,7 +19,8 @@ NEWEST_IR, NEWEST_OPSET = 14, 28
 
 
 def check_versions(proto: onnx.ModelProto) -> None:
-    """Check that an ONNX file is of versions whose meaning is known. A newer one may have changed any operator."""
+    """Raise `ModelError` if an ONNX file is of a newer version than those known here, which may have changed any
+    operator."""
     opsets = (o.version for o in proto.opset_import if o.domain in ("", "ai.onnx"))
     for what, version, newest in (
         ("IR version", proto.ir_version, NEWEST_IR),
@@ -32,9 +33,8 @@ def check_versions(proto: onnx.ModelProto) -> None:
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:
-    """Refuse an ONNX file if a tensor's data do not match its shape. Of external tensors, offset and length
-    are checked.
-    """
+    """Raise `ModelError` if a tensor of an ONNX file is sparse, or its data do not match its shape. Of external
+    tensors, offset and length are checked."""
     if proto.graph.sparse_initializer:
         raise ModelError("sparse initialisers are not supported")
     graphs = [proto.graph]
@@ -58,7 +58,7 @@ def check_tensors(proto: onnx.ModelProto) -> None:
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:
-    """Refuse a tensor with a negative dimension, an unknown type, data of another size than its shape and type say,
+    """Raise `ModelError` for a tensor with a negative dimension, an unknown type, data of another size than its shape and type say,
     or a malformed offset or length of external data."""
     what = f"tensor {tensor.name!r}"
     if any(d < 0 for d in tensor.dims):
@@ -88,7 +88,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def check_types(graph: onnx.GraphProto) -> None:
-    """Check that every graph input and output that states a type is a dense tensor."""
+    """Raise `ModelError` if a graph input or output states a type that is no dense tensor."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         for value in values:
             stated = value.type.WhichOneof("value") or "tensor_type"
@@ -98,7 +98,7 @@ def check_types(graph: onnx.GraphProto) -> None:
 
 
 def check_names(graph: onnx.GraphProto) -> None:
-    """Refuse a graph if a value is written twice or read but not written. Subgraphs are not checked."""
+    """Raise `ModelError` if a value of a graph is written twice, or read but not written. Subgraphs are not checked."""
     _once((i.name for i in graph.input), "graph inputs")
     _once((t.name for t in graph.initializer), "initialisers")
     known = {i.name for i in graph.input} | {t.name for t in graph.initializer}
@@ -129,9 +129,8 @@ def _label(node: onnx.NodeProto) -> str:
 
 
 def check_expansion(proto: onnx.ModelProto) -> None:
-    """Check that a model's local functions do not call themselves, are nested at most 100 deep, and expand to at
-    most `MAX_FUNCTION_NODES` nodes.
-    """
+    """Raise `ModelError` if a model's local functions call themselves, are nested more than 100 deep, or expand to
+    more than `MAX_FUNCTION_NODES` nodes."""
     bodies = {(f.domain, f.name, f.overload): f for f in proto.functions}
     size: dict[tuple[str, str, str], int] = {}
 

@@ -35,6 +35,9 @@ COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch'
 def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Forms = AS_IS) -> Graph:
     """Load the forward graph of an ONNX file.
 
+    ``dims``: sizes of symbolic dimensions of inputs, by name or as ``input.axis``. ``forms``: of batch norms and
+    dropouts.
+
     Raises:
         ModelError: the file cannot be read, or has something that is not supported.
         UsageError: ``dims`` names no dimension of an input, or has a size that is no positive integer.
@@ -114,7 +117,8 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
 
 
 def _without_aliases(nodes: Sequence[Node], draft: Draft) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Remove Identity nodes, so that weights they tied are one weight. Those that write graph outputs stay."""
+    """Return the nodes without Identity nodes, so that weights they tied are one weight, and the outputs' names.
+    Identity nodes that write graph outputs stay."""
     outputs = tuple(d.name for d in draft.outputs)
     alias: dict[str, str] = {}
     kept = []
@@ -186,9 +190,8 @@ class _Work:
         return tuple(left)
 
     def _take_generated(self, node: Node, known: Mapping[str, np.ndarray]) -> bool:
-        """Record the result of a ``ConstantOfShape`` node in ``generated`` if it is used as a weight. Return
-        whether it is.
-        """
+        """Record the result of a ``ConstantOfShape`` node in ``generated`` if it is used as a weight, and return
+        whether it is. `ModelError` if its shape is invalid."""
         if node.op != "ConstantOfShape" or node.domain or node.inputs[0] not in known:
             return False
         fill = np.asarray(node.attributes.get("value", np.zeros(1, np.float32))).ravel()
@@ -226,6 +229,8 @@ def _foldable(array: Array) -> bool:
 
 
 def _constant(node: Node) -> tuple[np.ndarray] | None:
+    """Return the value of a Constant node, None for another node; `ModelError` for a form of Constant that is not
+    supported."""
     if node.op != "Constant" or node.domain:
         return None
     value = constant_value(node)
@@ -241,7 +246,8 @@ def _in_memory(name: str, array: np.ndarray) -> Array:
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:
-    """Return each known tensor that is still read, with its role: stored ones, then generated, then folded."""
+    """Return each known tensor that is still read, with its role: stored ones, then generated, then folded. If none
+    is a parameter, constants that layers read as weights are."""
     used = roles.uses(nodes)
     trained = roles.differentiable_values(nodes, outputs)
     read = used.readers.keys() | set(outputs)

@@ -33,12 +33,14 @@ logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of is refu
 
 
 def read_onnx(path: Path) -> Draft:
-    """Read an ONNX file as plain data, with functions inlined."""
+    """Read an ONNX file as plain data, with functions inlined; `ModelError`, which names the file, if that is
+    impossible."""
     return read_proto(_parse(path), path)
 
 
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
-    """Convert an ONNX model in memory to plain data, with functions inlined.
+    """Convert an ONNX model in memory to plain data, with functions inlined; `ModelError` if it is invalid or not
+    supported.
 
     ``path``: names the model in messages; external data are expected next to it.
     """
@@ -62,7 +64,8 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """Parse an ONNX file. Return its protobuf message, which has a graph with nodes or outputs."""
+    """Return the protobuf message of an ONNX file; `ModelError` if it cannot be read, is no ONNX model, or its graph
+    has no nodes and outputs."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -102,6 +105,7 @@ def _pin_function_opsets(model: Any) -> None:
 
 
 def _draft(model: Any, path: Path) -> Draft:
+    """Convert an onnx-ir model's main graph to plain data. ``path``: the model's file, for external data."""
     graph = model.graph
     initialisers = _initialisers(graph, path)
     reading = _Reading({_domain(d): v for d, v in model.opset_imports.items()}, path)
@@ -208,6 +212,8 @@ class _Reading:
         return tuple(self._node(i, node, depth) for i, node in enumerate(graph))
 
     def _node(self, at: int, node: Any, depth: int) -> Node:
+        """Return a node as plain data, with a unique name, and record its subgraphs in ``bodies``. ``at``: its
+        position, for the name of an unnamed one."""
         domain = _domain(node.domain)
         version = node.version if node.version is not None else self.opsets.get(domain)
         if version is None:
@@ -239,9 +245,8 @@ class _Reading:
 
 
 def _check_signature(node: Any, name: str, domain: str, version: int) -> None:
-    """Refuse a node whose inputs or kinds of attributes differ from ONNX's schema. Ops without a schema are
-    not checked.
-    """
+    """Raise `ModelError` if a node's inputs or kinds of attributes differ from ONNX's schema. Ops without a schema
+    are not checked."""
     try:
         schema = onnx.defs.get_schema(node.op_type, version, domain)
     except onnx.defs.SchemaError:
@@ -268,6 +273,7 @@ def _fresh(name: str, used: set[str]) -> str:
 
 
 def _attributes(node: Any, name: str, path: Path) -> dict[str, Attribute]:
+    """Return a node's attributes as plain data, without subgraphs; `ModelError` for kinds that are not supported."""
     found: dict[str, Attribute] = {}
     for key, attribute in node.attributes.items():
         kind = attribute.type.name
@@ -297,6 +303,8 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def _array(name: str, tensor: Any, path: Path) -> Array:
+    """Return an initialiser as an `Array`. Its data are checked now if they are external, and read when ``load`` is
+    called."""
     dtype = _dtype(tensor.dtype, f"initialiser {name!r}")
     shape = tuple(int(d) for d in tensor.shape)
     if isinstance(tensor, onnx_ir.ExternalTensor):
@@ -312,7 +320,8 @@ def _array(name: str, tensor: Any, path: Path) -> Array:
 
 
 def _external(name: str, tensor: Any, path: Path) -> Any:
-    """Check a tensor with external data in the model's folder, and return it with the absolute path."""
+    """Return a tensor with external data with its absolute path; `ModelError` unless these are bytes of a file in the
+    model's folder."""
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))
     if location.is_absolute() or ".." in location.parts or not location.parts:

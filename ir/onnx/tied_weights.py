@@ -145,6 +145,8 @@ def _is_transposed(stated: Array, copy: Array) -> bool:
 
 
 def _restore_weight(edit: Edit, copy: str, name: str, view: _View) -> None:
+    """Replace the stored form ``copy`` by the weight ``name``, of which each module that reads it gets a view of its
+    own."""
     stored = edit.initialisers.pop(copy)
     if name not in edit.initialisers:
         edit.used.add(name)
@@ -183,7 +185,8 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _separate_aliases(edit: Edit) -> int:
-    """Replace each Identity that TorchScript wrote for merged weights by a weight of its own. Return how many."""
+    """Replace each Identity that TorchScript wrote for merged weights by a weight of its own. Return how many; 0 if a
+    batch norm is in training form."""
     # In training form TorchScript merges tied weights alone.
     if any(_trains(node) for node in edit.nodes):
         return 0
@@ -224,7 +227,8 @@ def _is_uniform(array: Array) -> bool:
 
 
 def _separate_shared(edit: Edit) -> int:
-    """Give modules weights of their own if the exporter merged them into one initialiser. Return how many."""
+    """Give modules weights of their own if the exporter merged them into one initialiser, judged by names and values
+    (`_may_separate`). Return how many."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):

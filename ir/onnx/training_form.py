@@ -40,7 +40,8 @@ class Forms:
 
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
-    """Put the batch norms and dropouts of an ONNX file's content into the forms ``forms``."""
+    """Return the content with batch norms and dropouts in the forms ``forms``, and notes on what was changed or is
+    absent."""
     notes: list[str] = []
     if forms.bn in BATCH_NORM:
         draft, count = _change_all(draft, "BatchNormalization", BATCH_NORM[forms.bn])
@@ -130,6 +131,8 @@ def _own_statistics(node: Node, more: _Additions) -> Node:
 
 
 def _frozen(node: Node, more: _Additions) -> Node | None:
+    """Return a batch norm in inference form; None if it has this form. `ModelError` if a node reads the batch's
+    statistics."""
     if not roles.trains_statistics(node):
         return None
     if any(o in more.read for o in node.outputs[3:] if o):
@@ -146,7 +149,8 @@ BATCH_NORM: Mapping[str, Change] = {"train": _trained, "frozen": _frozen}
 
 
 def _insert_folded_norms(draft: Draft) -> tuple[Draft, int]:
-    """Insert a batch norm after each convolution into which one was folded; the convolution loses its bias."""
+    """Insert a batch norm after each convolution into which one was folded; the convolution loses its bias. Return
+    the content and the number inserted."""
     initialisers, origins, nodes = dict(draft.initialisers), dict(draft.origins), []
     readers = Counter(i for n in draft.nodes for i in n.inputs)
     count = 0
@@ -200,6 +204,7 @@ def _was_folded(node: Node, scope: Scope, draft: Draft) -> bool:
 
 
 def _switched_on(node: Node, more: _Additions) -> Node:
+    """Return a dropout in training mode, in the form of opset 13 or later."""
     ratio = node.inputs[1] if node.version >= 12 and len(node.inputs) > 1 else ""
     if node.version < 12:
         stated = np.asarray(node.attributes.get("ratio", 0.5), np.float32)
