@@ -40,9 +40,8 @@ class _Search:
 
 
 class BackgroundSearch:
-    """Searches for plans in another process. If it ends, its searches end without a plan, and the next search
-    starts another. Threads may share this.
-    """
+    """Searches for plans in another process. If that process ends, its searches end without a plan, and the next
+    search starts another. Threads may share this."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,9 +59,8 @@ class BackgroundSearch:
         starts: Sequence[Plan],
         heard: Heard,
     ) -> bool:
-        """Start a search in the other process. Return whether it was started; it is not if the process cannot be
-        started or reached.
-        """
+        """Send a search to the other process, which is started if none runs. Return False if it cannot be started or
+        reached; else ``heard`` gets the results."""
         number = {name: k for k, name in enumerate(problem.op)}
         with self._lock:
             process = self._begun()
@@ -132,6 +130,7 @@ class BackgroundSearch:
         return self._process
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on a process's answers until it ends; then end the searches that it leaves, without a plan."""
         assert process.stdout is not None
         for line in process.stdout:
             with suppress(ValueError, KeyError, TypeError):
@@ -148,6 +147,8 @@ class BackgroundSearch:
             search.heard(None, True)
 
     def _hear(self, answer: Mapping[str, Any]) -> None:
+        """Pass a message to its search's callback: with its plan if that is valid and within the budget, else with
+        None."""
         with self._lock:
             search = self._waiting[answer["id"]]
             if answer["done"]:

@@ -40,7 +40,8 @@ class _Level:
         return _Level(self.weight[kept], self.value[kept], self.parent[kept], self.taken[kept])
 
     def with_item(self, weight: int, value: float, capacity: int) -> _Level:
-        """Return the Pareto-optimal subsets with one more item to choose."""
+        """Return the Pareto-optimal subsets within ``capacity`` if each may also take an item of ``weight`` and
+        ``value``."""
         fits = np.flatnonzero(self.weight + weight <= capacity)
         weights = np.concatenate([self.weight, self.weight[fits] + weight])
         values = np.concatenate([self.value, self.value[fits] + value])
@@ -53,11 +54,11 @@ class _Level:
 
 
 def pack(weights: Sequence[int], values: Sequence[float], capacity: int) -> Packing:
-    """Return the items of the most value whose weights sum to at most ``capacity``.
+    """Return items whose weights sum to at most ``capacity``, of the most value; within `Packing.gap` of it if pairs
+    were dropped (`MOST_PAIRS`).
 
-    Items of no value are left out. Equal arguments have equal results.
-
-    ``weights``: at least 0, each below 2⁶⁰ in sum. ``values``: at least 0.
+    Items of no value are left out. Equal arguments have equal results. ``weights``: at least 0, their sum below 2⁶⁰.
+    ``values``: at least 0.
     """
     free = [i for i, (w, v) in enumerate(zip(weights, values, strict=True)) if w == 0 and v > 0]
     order = [i for i, (w, v) in enumerate(zip(weights, values, strict=True)) if 0 < w <= capacity and v > 0]
@@ -69,11 +70,13 @@ def pack(weights: Sequence[int], values: Sequence[float], capacity: int) -> Pack
 def _branch_and_bound(
     weights: Sequence[int], values: Sequence[float], capacity: int
 ) -> tuple[list[int], float]:
-    """Return the chosen items, which come in the order of value per weight, and the gap."""
+    """Return the positions of the chosen items, and the gap. The items come by falling value per weight, and each
+    fits alone."""
     total_weight = np.concatenate([[0], np.cumsum(np.array(weights, dtype=np.int64))])
     total_value = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
     density = np.append(np.array(values, dtype=np.float64) / np.maximum(weights, 1), 0.0)
     level = _Level(np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.bool_))
+    # The best subset so far. For example (2, 0, 4): the first pair of the list after two items, and items 2 and 3.
     levels, best, best_at, dropped = [level], -1.0, (0, 0, 0), 0.0
     for done in range(len(weights) + 1):
         if done:
@@ -102,7 +105,8 @@ def _branch_and_bound(
 
 
 def _items(levels: Sequence[_Level], best_at: tuple[int, int, int]) -> list[int]:
-    """Return the items of a subset: ``best_at`` has its list, its position there, and the end of its completion."""
+    """Return the items of ``best_at``, which is (done, at, end): subset ``at`` of the first ``done`` items, with the
+    items ``done`` to ``end`` - 1."""
     done, at, end = best_at
     found = list(range(done, end))
     while done:

@@ -35,8 +35,8 @@ SWITCHES = {"on": True, "off": False}
 
 
 def strategy(name: str, **options: object) -> Strategy:
-    """Return a strategy (an algorithm that chooses a plan) by its name, with options; `UsageError` for unknown ones. A
-    time limit is ignored by strategies that have none."""
+    """Return a strategy (an algorithm that chooses a plan) by name; `UsageError` for an unknown name or option, or a
+    wrong value. Values may be text. A time limit is ignored by strategies that have none."""
     kind = STRATEGIES.get(name)
     if kind is None:
         raise UsageError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
@@ -54,7 +54,8 @@ def strategy(name: str, **options: object) -> Strategy:
 
 
 def checked(one: Strategy) -> Strategy:
-    """Return a strategy whose fields were stated in Python; `UsageError` if one has another type or range."""
+    """Return ``one``, a strategy made in Python; `UsageError` if a number, switch or choice among its fields has
+    another type or range."""
     hints = typing.get_type_hints(type(one))
     for f in fields(one):
         kind, value = hints[f.name], getattr(one, f.name)
@@ -66,7 +67,8 @@ def checked(one: Strategy) -> Strategy:
 
 
 def _fit(name: str, option: str, value: object, kind: Any) -> object:
-    """Return an option's value, read from text if necessary; `UsageError` for another type, or a value out of range."""
+    """Return an option's value, read from text if necessary; `UsageError` for another type, or a value out of range.
+    ``name``: of the strategy, for messages. ``kind``: the option's type."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:

@@ -83,10 +83,10 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Search in longer and longer rounds. Yield a message for each plan that is better or has a bound,
-        and empty ones between.
+        """Yield messages of better plans and of plans with a bound: of the one on disk if good enough, else of ever
+        longer rounds.
 
-        If ``urgent`` returns True, the round ends early.
+        Between rounds, messages are empty. If ``urgent`` returns True, a round ends early and is repeated.
         """
         # A plan on disk that is good enough is the answer.
         known = self._solved()

@@ -63,7 +63,8 @@ def _watch(parent: int) -> None:
 
 
 def serve(first: Answer, waiting: queue.Queue[Answer], answer: Callable[[Answer], None]) -> None:
-    """Answer all requests, those included that arrive meanwhile, the latest first; errors are answered too."""
+    """Answer all requests, those included that arrive meanwhile, the latest first, and return when none is left.
+    Errors are answered too."""
     requests: list[Answer] = [first]
     begun: list[tuple[object, SearchJob, Iterator[Answer]]] = []
     while requests or begun:

@@ -55,8 +55,10 @@ def polished(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Iterator[Plan]:
-    """Yield cheaper and cheaper plans within ``budget`` bytes than those of ``starts``, which were found for
-    other sizes.
+    """Yield plans within ``budget`` bytes, each cheaper than the one before and than all ``starts`` (found for other
+    sizes) that fit.
+
+    ``seconds``, ``moves``: of each anneal; if both are 0, needless recomputations are removed and no anneal follows.
     """
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)

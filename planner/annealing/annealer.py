@@ -67,9 +67,8 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Make ``runs`` the current sequence, within the budget or over it. The best sequence found so far is
-        forgotten.
-        """
+        """Make ``runs`` the current sequence, within the budget or over it; the best sequence found so far is
+        forgotten. ``price``: of a unit over the budget; 0 means a default."""
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
         value = self.state.value
@@ -186,6 +185,7 @@ class Annealer:
         return state.op[nodes][:-1]
 
     def _reseat(self, sequence: Ints) -> None:
+        """Load a sequence again in arrays of its length, with the budget, prices and best sequence of before."""
         old = self.state
         self._seat(sequence, float(old.value[BUDGET]))
         new = self.state
@@ -201,6 +201,7 @@ class Annealer:
             new.value[BEST_COST] = old.value[BEST_COST]
 
     def _seat(self, sequence: Ints, budget: float) -> None:
+        """Make a sequence (positions of ops) the current one, and the best one if it is within ``budget``, in units."""
         self.state = _new_state(self.problem, np.append(sequence, len(self.ops)), budget, self.random)
         value, number = self.state.value, self.state.number
         if value[PENALTY] < HALF:
@@ -273,7 +274,7 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
 
 @kernel
 def _count(P: Problem, S: State) -> None:
-    """Compute ``S.mem``: a tensor is live from a run that writes it to its last read before the next."""
+    """Compute ``S.mem``: a tensor is live from a run that writes it to its last read before the next such run."""
     n = S.at.size
     change = np.zeros(n + 1)
     for s in range(n):

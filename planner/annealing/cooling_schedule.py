@@ -114,7 +114,8 @@ class CoolingSchedule:
         return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01
 
     def length(self, k: int, fits: bool) -> float:
-        """Return the length of an annealing round ÷ the length of the shortest round."""
+        """Return the length of round ``k`` ÷ the length of the shortest round. ``fits``: whether a plan within the
+        budget is known."""
         if not self.reorders:
             return self.gentle_length * luby(k // 4) if self.is_gentle(k, fits) else luby(k // 2)
         return float(self.growth ** (k // 2) * (self.between if k % 2 and fits else 1.0))
@@ -129,8 +130,11 @@ class CoolingSchedule:
         return self.loose if k // 2 % 4 >= 2 else 1.0
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
-        """Return whether hot round ``k`` looks for an order first; not if not `reorders`. Both variants
-        alternate at first, and until one with an order has fitted.
+        """Return whether hot round ``k`` looks for an order first; never unless `reorders`. Both variants alternate
+        at first, and until one with an order has fitted.
+
+        Then the one with less overhead (``with_order``, ``without``) is used, and in each `explored`-th hot round the
+        other.
         """
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):

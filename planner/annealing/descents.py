@@ -65,9 +65,8 @@ class Descent:
     options: DescentOptions = DESCENTS
 
     def run(self, start: Plan, effort: Effort, until: float, enough: int = 0) -> None:
-        """Lower the peak until it is within the budget or ``enough``, steps are too small, or ``until`` is
-        spent. Plans go to ``offer``.
-        """
+        """Lower the peak until it is at most the budget or ``enough`` bytes, steps are too small, or ``until`` of the
+        effort is spent. Plans found go to ``offer``."""
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
         # The price is kept between steps. From a low price, annealing would leave the start before the price is high

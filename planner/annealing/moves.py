@@ -143,9 +143,8 @@ def choose_slot(S: State, over: bool) -> int:
 
 @inner
 def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last
-    use), or three times -1.
-    """
+    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last use). Three
+    times -1 if `SEARCH` draws find none."""
     for _ in range(SEARCH):
         reader = random_node(S, slot + 1)
         op, place = S.op[reader], S.links.slot[reader]
@@ -226,9 +225,8 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
-    """Make one random move in a problem without phases, chosen by ``kind`` in [0, 1). Return False if it
-    failed; then undo.
-    """
+    """Make one random move in a problem without phases, chosen by ``kind`` in [0, 1). Return False if it failed; then
+    undo. ``allowed``: as in `propose`."""
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
     if kind < PLAIN_ANY:

@@ -44,9 +44,8 @@ ROOM = 64  # log lines that are left free for the runs that become useless
 
 @inner
 def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
-    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last
-    use), or three times -1.
-    """
+    """Return a random tensor that is live but unused at ``slot``: (next reader, tensor, slot of its last use). Three
+    times -1 if `TRIES` draws find none."""
     for _ in range(TRIES):
         t = below(S.random, P.size.size)
         server = copy_before(P.flow, S.links, t, slot)
@@ -60,10 +59,10 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return the slots of the last use before ``slot`` and of the first read after it, of the result of the
-    run ``server``.
+    """Return two slots for the result of the run ``server``: its last use before ``slot``, or else that run, and its
+    first read after ``slot``.
 
-    Without one before it is the run's slot; `NO_SLOT` if it is read at ``slot``, or not after.
+    The second is `NO_SLOT` if it is read at ``slot``, or not after.
     """
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
@@ -84,8 +83,11 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
-    """Return a lower estimate of the energy saved if ``op`` runs again just before ``stop``, and the earlier
-    run to be freed, or -1.
+    """Return about how much energy is saved if ``op`` runs again just before ``stop`` and its results, unused at
+    ``slot``, are freed until then.
+
+    Holding its inputs is not counted. Second result: the earlier run that wrote these results, or -1 if nothing is
+    freed.
     """
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):

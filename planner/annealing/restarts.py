@@ -179,6 +179,8 @@ class Search:
                         self._offer(runs_of(plan.schedule))
 
     def _rounds(self, effort: Effort) -> None:
+        """Anneal a dear best plan (`DEAR`), then run rounds until ``patience`` of them in a row improve nothing. They
+        end earlier if the overhead is `enough` or the effort is spent."""
         schedule = self.schedule
         shortest = effort.shortest_round(len(self.base), schedule.shortest)
         if self.best is not None and self.best.estimate.overhead > DEAR:
@@ -228,9 +230,8 @@ class Search:
                 self.descend(effort, until, from_base=True)
 
     def _cool_from_start(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded sequence from ``hot``, for ``length`` of ``effort``, perhaps after a stage for
-        the order or a slow price.
-        """
+        """Anneal the loaded sequence from ``hot``, for ``length`` of ``effort``. First its order is changed if
+        `looks_for_order`, and the price is raised slowly if `is_gentle`."""
         schedule = self.schedule
         orders = schedule.looks_for_order(k, self.reached[True], self.reached[False])
         if orders:
@@ -243,7 +244,8 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _reheat(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded best sequence at a share of ``hot``; without phases, every other time reordered first."""
+        """Anneal the loaded best sequence from a share of ``hot``. Without phases, every other reheated round first
+        changes its order, then begins at ``hot``."""
         schedule = self.schedule
         shaken = schedule.reorders and k % 4 == 1
         if shaken:
@@ -318,8 +320,10 @@ class Search:
             self._report(effort)
 
     def _set_price(self, share: float, low: float | None = None) -> None:
-        """Set the price of bytes over the budget when ``share`` of a stage is done. ``low``: at its
-        beginning; None: the schedule's.
+        """Set the price of bytes over the budget when ``share`` of a stage is done. With phases, and near the stage's
+        end, the annealer adapts it itself.
+
+        ``low``: the price at the beginning; None: the schedule's.
         """
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:
@@ -331,7 +335,8 @@ class Search:
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
     def descend(self, effort: Effort, until: float, from_base: bool = False, enough: int = 0) -> None:
-        """Lower the peak of a plan step by step (see `Descent.run`), and record the plans found."""
+        """Lower the peak of the plan with the smallest peak, or with ``from_base`` of the order without
+        recomputation, step by step. Arguments are those of `Descent.run`; the plans found are recorded."""
         start = self._offer(self.base) if from_base else self.least
         inputs = self.graph.input_bytes
         descent = Descent(self.annealer, self.budget, len(self.base), inputs, self._offer, self._report)

@@ -122,12 +122,15 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """Return at most ``most`` positions that divide a chain into groups, the end included; all positions if
-    there are no more blocks.
+    """Return at most ``most`` positions that divide a chain where few bytes are kept, into groups of about equal
+    bytes.
+
+    The end is included. All positions are returned if there are no more blocks.
     """
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)
+    # With two sections, a block that ends at exactly half of the bytes is in the first one: hence `nextafter`.
     share = np.floor(np.nextafter(passed / max(1.0, passed[-1]), 0) * most)
     parts = np.split(np.arange(len(chain)), np.flatnonzero(np.diff(share)) + 1)
     # In each section of about equal bytes, the position before which the blocks keep the fewest bytes for

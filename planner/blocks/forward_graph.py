@@ -114,9 +114,8 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join groups of at most `SIDE` ops without predecessors with their earliest consumer, except the
-        main source. Return whether any were joined.
-        """
+        """Join groups of at most `SIDE` ops without predecessors with their earliest consumer, except the one with
+        the most descendants. Return whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         # The group with the most descendants.
@@ -129,10 +128,9 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join groups that no other group reads with their latest predecessor. Return whether any were
-        joined.
+        """Join groups that no other group reads with their latest predecessor. Return whether any were joined.
 
-        The main sink stays, as do groups of more than `SIDE` ops that the backward half reads.
+        The one with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads.
         """
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
@@ -181,6 +179,7 @@ class _Groups:
         )
 
     def _join(self, g: int, to: int) -> None:
+        """Move the ops of group ``g`` and its edges to group ``to``."""
         self.members[to] += self.members.pop(g)
         for edges, back in ((self.preds, self.succs), (self.succs, self.preds)):
             for other in edges.pop(g):

@@ -10,7 +10,8 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the positions of the ops that run for a division into blocks, in order, recomputations included."""
+    """Return the positions of the ops that run, in order, recomputations included. ``block``: by forward op, its
+    number below ``blocks``. ``kept``: by tensor, whether it stays resident for the backward half."""
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
     for o in range(ops):
@@ -92,8 +93,10 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write to ``again`` the forward ops to repeat before ``op``, in any order, and return their number.
-    ``asked`` is scratch space.
+    """Write to ``again`` the forward ops that must run again for ``op``: they write what it, or one of them, reads
+    and is not resident.
+
+    Return their number. They are in no order; ``asked`` is scratch space.
     """
     found, at = 0, op
     done = 0

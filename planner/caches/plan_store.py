@@ -95,8 +95,8 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Record in memory that no plan was found within the error's budget. ``seconds``: the search's time limit; 0 if
-        it had none."""
+        """Record in memory that no plan was found within the error's budget, and add its plans to their family.
+        ``seconds``: the search's time limit; 0 if it had none."""
         key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
@@ -163,7 +163,12 @@ class PlanStore:
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """Return the cheapest plan on disk within ``budget`` bytes if no search is needed; else None."""
+        """Return the cheapest plan on disk within ``budget`` bytes; None if there is none or a search may find a
+        better one.
+
+        No search is needed if its overhead is within ``gap`` of a proven bound, or this budget was searched for
+        ``seconds`` before.
+        """
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:

@@ -62,8 +62,8 @@ class Effort:
         self._latest = time.monotonic() + longest if self.parent is None else math.inf
 
     def spent(self) -> float:
-        """Return the work done so far: moves if moves are counted, else CPU seconds. Only the thread that does the work
-        may call this."""
+        """Return the work done: moves if moves are counted, else CPU seconds; the whole effort if the search must end
+        (`cut_short`). Only the thread that does the work may call this."""
         if self.cut_short:
             return self.total
         done = float(self.done) if self.moves else time.thread_time() - self._began + self._elsewhere

@@ -92,16 +92,15 @@ def inverses_run(graph: TrainingGraph, runs: Iterable[str]) -> int:
 
 
 def own_limit(inverse: Op) -> float:
-    """Return the default limit of an inverse's relative error: u^(2/3), a third of the digits, for unit
-    roundoff u.
-    """
+    """Return the default limit of an inverse's relative error: u^(2/3) for unit roundoff u, so that a third of the
+    digits may be lost."""
     # 1.5e-5 for float32, 2.3e-11 for float64, 1.6e-2 for bfloat16.
     return float((inverse.noise / max(inverse.gain, 1.0) / ROUNDING) ** (2 / 3))
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without inverses whose recovered tensors would exceed ``limit``, or each type's `own_limit` if
-    None. Exact inverses stay. `UsageError` unless ``limit`` is positive."""
+    """Return the problem without inverses whose recovered tensors would have a predicted relative error above
+    ``limit``, or each type's `own_limit` if None. Exact inverses stay. `UsageError` unless ``limit`` is positive."""
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
     if not any(inverse.noise for inverse in graph.inverses):

@@ -42,8 +42,10 @@ Row = NDArray[np.int64]
 
 
 def rows(plan: Laned) -> Iterator[Row]:
-    """Yield, for each progress q of the recovery lane, the bytes resident at each progress p of the main
-    lane, inputs and workspaces included.
+    """Yield, for each progress q of the recovery lane, the bytes resident at each progress p of the main lane, inputs
+    and workspaces included.
+
+    Progress is 2k after k runs of the lane, and 2k + 1 during the next one.
     """
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
@@ -89,11 +91,8 @@ def path(where: Placed) -> Iterator[tuple[int, int]]:
 
 
 def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress of the recovery lane, the main lane's smallest and largest if the lanes wait
-    as ``needs`` says.
-
-    If none is possible, the smallest is larger than the largest.
-    """
+    """Yield, for each progress of the recovery lane, the main lane's smallest and largest progress if the lanes wait
+    as ``needs`` says. If none is possible, the smallest is larger than the largest."""
     main, most = needs[MAIN], len(where.main)
     least, k = 0, 0
     for q in range(2 * len(where.recovery) + 1):

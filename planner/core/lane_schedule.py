@@ -145,8 +145,10 @@ class Copy:
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """Return the copies of tensors (each is the result of one run) that are written or read from the plan's first
-    backward op on.
+    """Return the copies of tensors that are written or read from the plan's first backward op on, in the order of
+    writing.
+
+    A copy is the result of one run. ``touches``: by run. The end of the main lane reads the ``outputs``.
     """
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
@@ -190,7 +192,8 @@ def ascending(needs: Needs) -> Needs:
 
 
 def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
-    """Check that every run of a plan on two lanes (streams or threads) waits for all data that it reads."""
+    """Raise `ProblemError` unless each run of a plan on two lanes waits, by ``needs``, for all runs that it needs by
+    ``data``."""
     for runs, own, least in zip(where.lanes, needs, data, strict=True):
         for at, had, wanted in zip(runs, own, least, strict=False):
             if had < wanted:

@@ -133,8 +133,10 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Return a plan of ``graph`` from JSON data, simulated again; ProblemError if it is of another graph or
-    exceeds its budget.
+    """Return a plan of ``graph`` from JSON data, simulated again; `ProblemError` if it is malformed, invalid, of
+    another graph, or over its budget.
+
+    It has no lower bound if the stated peak or cost differs from the simulated one.
     """
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
@@ -217,7 +219,8 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
 
 
 def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | None:
-    """Return the plan and the problem of a JSON file; None if it is no plan, ProblemError if it has no problem."""
+    """Return the plan and the problem of a JSON file; None if it is no plan. `ProblemError` if it cannot be read, has
+    no problem, or `plan_from_json` refuses it."""
     try:
         data = read_json(path)
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:

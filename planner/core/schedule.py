@@ -52,7 +52,8 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """Return the runs without those whose results no output and no kept run needs, unless ``stays`` says so."""
+    """Return the runs without those whose results no output and no later kept run reads. A run also stays if its
+    entry in ``stays`` is True."""
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):
         recipe = graph.op[name]

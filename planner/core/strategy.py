@@ -105,9 +105,8 @@ class FamilyStrategy(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the cheapest candidate within ``budget`` bytes. If none fits, InfeasibleBudget has the
-        candidate with the smallest peak.
-        """
+        """Return the cheapest candidate within ``budget`` bytes. If none fits, `InfeasibleBudget` has the candidate
+        with the smallest peak, and the one with the smallest of those with little overhead (`CHEAP`)."""
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
@@ -169,9 +168,8 @@ class SearchStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return undominated plans by falling peak, at most one for each budget, within equal shares of the
-        time limit.
-        """
+        """Return undominated plans by falling peak, at most one for each budget, within equal shares of the time
+        limit. It ends at the largest budget that no plan fits."""
         falling = sorted(set(budgets), reverse=True)
         share = self.share(max(1, len(falling)))
         plans: list[Plan] = []

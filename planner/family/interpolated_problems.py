@@ -82,6 +82,8 @@ class Between:
         return self._amounts(size, self.bytes_at(size))
 
     def _amounts(self, size: int, here: list[int]) -> Amounts:
+        """Return the amounts at ``size``, at which the tensors have the bytes ``here``, in the order of
+        ``graph.tensors``."""
         below, above = self._neighbours(size)
         low, high = self._known[below], self._known[above]
         values = self._values(size)
@@ -97,13 +99,15 @@ class Between:
         return replace(found, workspaces=np.array(workspaces, dtype=np.int64))
 
     def _costs_at(self, moved: Ints, below: int, above: int) -> Floats:
-        """Return the costs of ops that move ``moved`` bytes: a parabola in these bytes, or a line, but within the costs
-        at the two neighbouring sizes."""
+        """Return the costs of ops that move ``moved`` bytes, within their costs at the sizes ``below`` and ``above``.
+        They are on a parabola in these bytes, through the nearest other size too, or on a line if there is none."""
         others = [size for size in self.sizes if size not in (below, above)]
         third = min(others, key=lambda size: abs(size - below), default=above)
         (a, at_a), (b, at_b), (c, at_c) = (
             (self._traffic[size].astype(float), self._known[size].costs) for size in (below, above, third)
         )
+        # Newton's divided differences. For example costs of 1, 4 and 16 for 1, 2 and 4 bytes: the slope is 3, the bend
+        # 1, and 3 bytes cost 1 + 2 · 3 + 2 · 1 · 1 = 9 before clipping.
         with np.errstate(divide="ignore", invalid="ignore"):
             slope = (at_b - at_a) / (b - a)
             bend = ((at_c - at_a) / (c - a) - slope) / (c - b)

@@ -29,7 +29,7 @@ class RepeatedLayers:
     """The problem with one layer more."""
 
     def problem(self, more: int) -> TrainingGraph:
-        """Return the problem with ``more`` further layers."""
+        """Return the problem with ``more`` further layers; `ProblemError` if its layers are not equal."""
         graph, deeper, ops = self.graph, self.deeper, list[Op]()
         parts = zip(self._parts(graph), self._parts(deeper), strict=True)
         for at, (part, other) in enumerate(parts):
@@ -74,7 +74,8 @@ class RepeatedLayers:
         return [partial(self._at, middle=middle, more=more) for middle in range(more + 1)]
 
     def _at(self, name: str, middle: int, more: int) -> str:
-        """Return the counterpart of what has this name next to the middle layer, next to its copy ``middle``."""
+        """Return the counterpart of ``name`` if copy ``middle`` (0 to ``more``) has the middle layer's place.
+        `ProblemError` if it would be beyond the neighbouring layers."""
         key, layer = self._place.get(name, (None, 0))
         if key is None:
             return name
@@ -96,7 +97,8 @@ class RepeatedLayers:
         )
 
     def _renamed(self, ops: Sequence[Op], more: int) -> list[Op]:
-        """Return ops that are not repeated. If no layer's, they read all copies of what they read."""
+        """Return ops that are not repeated, with names for ``more`` further layers. Those of no layer read all copies
+        of what they read."""
         return [
             self._op(op, self.copies(op.name, more)[0])
             if op.name in self._place
@@ -110,8 +112,8 @@ class RepeatedLayers:
 
     @cached_property
     def _regions(self) -> tuple[tuple[int, int], ...]:
-        """For the forward and the backward of ``graph``: the position at which the equal layers end, and the number of
-        ops of one layer."""
+        """For the forward and the backward of ``graph``: the position at which the equal layers end, and the number
+        of ops of one layer. `ProblemError` if they differ."""
         halves = []
         for phase in ("forward", "backward"):
             few, many = (
@@ -127,7 +129,8 @@ class RepeatedLayers:
         return tuple(halves)
 
     def _parts(self, graph: TrainingGraph) -> list[list[Op]]:
-        """Return the ops before, in, between, in and after the layers in succession."""
+        """Return a problem's ops in five parts: before the forward's layers, these, between, the backward's layers,
+        and after them."""
         (end, length), (end_, length_) = self._regions
         ops, forward = list(graph.ops), sum(op.phase == "forward" for op in graph.ops)
         more = graph is self.deeper

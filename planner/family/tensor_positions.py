@@ -48,7 +48,8 @@ class TensorPositions:
 
 
 def with_amounts(graph: TrainingGraph, sizes: Sequence[int], amounts: Amounts) -> TrainingGraph:
-    """Return the problem with other workspaces and costs, and with the bytes ``sizes`` of ``graph.tensors``."""
+    """Return the problem with the bytes ``sizes`` of ``graph.tensors``, and the workspaces and costs of ``amounts``.
+    `TrainingGraph.fixed_split` becomes empty."""
     recipes = [
         replace(op, cost=cost, workspace=workspace)
         for op, cost, workspace in zip(

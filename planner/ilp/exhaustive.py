@@ -108,9 +108,8 @@ class _Masks:
         ]
 
     def forbids(self, name: str, mask: int) -> bool:
-        """Return whether an op may not run in a state: it would repeat, or its first run would come after one
-        that must follow it.
-        """
+        """Return whether an op may not run in a state: it may not run again, or ops that must follow its first run
+        have run."""
         own, later = self._first.get(name, (0, 0))
         return bool(mask & self._again.get(name, 0) or (mask & later and not mask & own))
 

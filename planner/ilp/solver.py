@@ -80,7 +80,11 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise a program's cost within ``effort``; an empty `Answer` if stopped, too late, or HiGHS fails."""
+        """Minimise a program's cost within ``effort``; an empty `Answer` if stopped, too late, too large for the
+        moves left, or HiGHS fails.
+
+        ``integer``: False relaxes all variables. ``gap``: of the cost, absolute. ``hint``: a start, by variable.
+        """
         if self._stopped:
             return Answer()
         moves = max(MOVES, int(MOVES_PER_SQUARE[integer] * len(rows.columns) ** 2))
@@ -171,6 +175,8 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
 def _request(
     rows: Rows, seconds: float, integer: bool, gap: float, hint: Mapping[int, float]
 ) -> rpc_pb2.SolveRequest:
+    """Return the message for HiGHS. It ends after ``seconds`` or, if these are infinite, an integer program after
+    `NODES` nodes."""
     request = rpc_pb2.SolveRequest(solver_type=parameters_pb2.SOLVER_TYPE_HIGHS, model=_model(rows, integer))
     seconds = max(0.01, seconds)
     if math.isfinite(seconds):
@@ -218,6 +224,7 @@ def _model(rows: Rows, integer: bool) -> model_pb2.ModelProto:
 
 
 def _answer(response: bytes, variables: int) -> Answer:
+    """Return a serialised `SolveResponse` of OR-tools as an `Answer`. ``variables``: their number."""
     result = rpc_pb2.SolveResponse.FromString(response).result
     reason = result.termination.reason
     if reason == result_pb2.TERMINATION_REASON_INFEASIBLE:
@@ -231,6 +238,7 @@ def _answer(response: bytes, variables: int) -> Answer:
 
 
 def _values(result: result_pb2.SolveResultProto, variables: int) -> tuple[float, ...] | None:
+    """Return the first feasible solution, by variable; None if there is none."""
     for solution in result.solutions:
         primal = solution.primal_solution
         if primal.feasibility_status == solution_pb2.SOLUTION_STATUS_FEASIBLE:

@@ -149,6 +149,7 @@ class StageProgram:
         return [] if variable is None else [(variable, 1.0)]
 
     def _write_rows(self) -> None:
+        """Add the rows (read) and (hold) that the module describes."""
         for k, again in enumerate(self.again):
             for t in self.reads[k]:
                 self._row([(self.enters(t, k), 1.0), *self._made(t, k)], 1.0)
@@ -189,9 +190,8 @@ class StageProgram:
             self._row([(total, -1.0), *rest], fixed - 1.0)
 
     def forbid(self, v: int, k: int, resident: Iterable[str], values: Sequence[float]) -> None:
-        """Add a row that excludes the repeated run of op v in stage k together with what is ``resident``
-        during it.
-        """
+        """Add a row that excludes the repeated run of op v in stage k together with what is ``resident`` during it.
+        ``values``: the solution that has both."""
         op, size = self.ops[v], self.graph.size
         own = {t for t in (*op.reads, *op.writes) if t in self.producer}
         touched = op.workspace + sum(size[t] for t in own)
@@ -203,6 +203,8 @@ class StageProgram:
         self._row(terms, -1.0)
 
     def _reason(self, tensor: str, v: int, k: int, values: Sequence[float]) -> int:
+        """Return the variable by which, in a solution, a tensor is resident while op v runs again in stage k; `ONE`
+        if there is none."""
         if tensor in self.reads[k]:
             return ONE
         entering = self.enters(tensor, k + 1)

@@ -33,7 +33,9 @@ def times_on_lanes(plan: Laned, needs: Needs, sharing: Sharing) -> list[tuple[fl
     now = ends[-1] + sharing.start
     done, begun = [0, 0], [now, now]
     left = [lane[0] if lane else 0.0 for lane in cost]
-    # At a speed of at least 0.5, the result is at most the sum of all costs and handovers.
+    # While both lanes run, each does ``speed`` of its work. For example costs of 4 and 2 at speed 0.5: both run until
+    # 4, then the first one does the other 2 alone, until 6. At a speed of at least 0.5, the result is at most the sum
+    # of all costs and handovers.
     while any(done[lane] < len(cost[lane]) for lane in (MAIN, RECOVERY)):
         running = [
             lane

@@ -109,8 +109,8 @@ class PipelineSchedule:
             self._check(rank, actions, stages)
 
     def _check(self, rank: int, actions: RankActions, stages: tuple[int, ...]) -> None:
-        """Refuse actions unless each micro-batch runs F alone, F and B, or F, I and W, in this order, in each of the
-        stages."""
+        """Raise `ProblemError` unless each micro-batch runs F alone, F and B, or F, I and W, in this order, in each
+        of the rank's stages."""
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind
@@ -161,6 +161,8 @@ def schedule_of_rows(
 
 
 def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
+    """Yield a row's actions, each with the entries between the action before it and itself; the last one also has
+    those after it."""
     entries = list(row)
     last = max((at for at, (kind, _, _) in enumerate(entries) if kind in KINDS), default=0)
     between: list[Entry] = []

@@ -72,7 +72,8 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and the message sizes of each stage of a pipeline."""
+    """Return the times and the message sizes of each stage of a pipeline. ``times``: microseconds of forward,
+    backward and weight gradients. ``recovers``: as in `returned_bytes`."""
     bounds = (0, *cuts, len(chain))
     return tuple(
         StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
@@ -136,7 +137,7 @@ class PipelineSearch:
 
     @cached_property
     def lean_cuts(self) -> Cuts:
-        """Cuts with which the largest peak of a rank is small (`lean_cuts`)."""
+        """The cuts with the smallest largest peak of a rank that the function `lean_cuts` finds."""
 
         def estimate(start: int, end: int, stage: int) -> float:
             """The bytes that exist during the whole step, messages in flight, and the largest op."""
@@ -184,6 +185,7 @@ class PipelineSearch:
 
     @cached_property
     def _floors(self) -> StageTime:
+        """A function that bounds a stage's microseconds per micro-batch from below, as `time_floors` returns it."""
         k = most_in_flight(self.schedule)
 
         def room(start: int, end: int, stage: int) -> tuple[float, int]:
@@ -194,7 +196,8 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least simulated makespan in microseconds and its cuts; None if no cuts fit the budget."""
+        """Return the least simulated makespan in microseconds found from the cuts with fast stages, and its cuts;
+        None if no cuts fit the budget."""
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         makespan = cache(self._makespan)
         # The slowest stage alone does not decide the makespan, least of all if a rank has several stages.
@@ -260,6 +263,7 @@ class PipelineSearch:
     def _rank_search(
         self, rank: int, intervals: Intervals, budget: int, seconds: float = math.inf
     ) -> RankSearch:
+        """Return a search for plans of a rank's stages of these blocks, within ``budget`` bytes and ``seconds``."""
         stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
         problems = [
             stage_problem(
@@ -278,8 +282,8 @@ class PipelineSearch:
         return RankSearch(problems, actions, budget, self.planner, Effort(seconds), starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
-        """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the other
-        ranks."""
+        """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the
+        other ranks. `InfeasibleBudget` if some do not fit."""
         searched = enumerate(self._rank_plans(cuts, self._left))
         known = {rank: plan for rank, plan in searched if isinstance(plan, RankPlan)}
         share = max(SHORTEST, self.seconds / self.schedule.ranks)

@@ -40,10 +40,10 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
 
 
 def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool = False) -> PipelineSchedule:
-    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight,
-    at most ``microbatches``.
+    """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight, at most
+    ``microbatches``.
 
-    ``frees_outputs``: whether torch frees a sent output before its micro-batch's backward.
+    ``frees_outputs``: whether torch frees a sent output before its micro-batch's backward, and not after it.
     """
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
@@ -90,8 +90,8 @@ def _with_messages(
 
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    """Return a schedule like 1F1B with more micro-batches in flight, which work while messages travel; at
-    ``hop`` = 0 it is 1F1B.
+    """Return a schedule like 1F1B with more micro-batches in flight, so that ranks work while messages travel; at
+    ``hop`` = 0, with as many.
 
     ``hop``: the time of a message ÷ the time of a stage's forward and backward.
     """

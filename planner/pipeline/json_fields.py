@@ -55,7 +55,7 @@ text = _of_type(str, "a text")
 
 
 def whole(value: object) -> int:
-    """Return ``value`` if it is a whole number from 0 to `LARGEST`; else raise `TypeError` or `ValueError`."""
+    """Return ``value`` if it is a whole number from 0 to below `LARGEST`; else raise `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{shown(value)} is not a whole number")
     number(value)
@@ -63,7 +63,8 @@ def whole(value: object) -> int:
 
 
 def number(value: object) -> float:
-    """Return ``value`` if it is a number from 0 to `LARGEST`; else raise `TypeError` or `ValueError`."""
+    """Return ``value`` as a float if it is a number from 0 to below `LARGEST`; else raise `TypeError` or
+    `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{shown(value)} is not a number")
     if not 0 <= value < LARGEST:

@@ -248,6 +248,7 @@ def _message(value: object) -> tuple[int, tuple[str, int, int]]:
 
 
 def _stage_op(value: object) -> StageOp:
+    """Read a `StageOp` from a list of its fields; an error if one has another type."""
     name, op, backward, loss, reads, writes = json_list(value)
     if not isinstance(backward, bool) or not isinstance(loss, bool):
         raise TypeError(f"{shown(backward)} or {shown(loss)} is not true or false")
@@ -268,6 +269,7 @@ def _schedule_name(value: object) -> str:
 
 
 def _link(value: object) -> Link:
+    """Read a link, whose bandwidth is infinite if it is None; an error if it is 0 or no number."""
     link = json_object(value)
 
     def speed(bandwidth: object) -> float:
@@ -282,9 +284,8 @@ def _link(value: object) -> Link:
 def _with_messages(
     row: list[tuple[str, int, int]], entries: Sequence[tuple[int, tuple[str, int, int]]]
 ) -> list[tuple[str, int, int]]:
-    """Return a rank's actions with the message entries between them. ``entries``: each with the position of
-    the action that it precedes.
-    """
+    """Return a rank's actions with the message entries between them; `ProblemError` if one fits no action.
+    ``entries``: each with the position of the action that it precedes."""
     own = {action[1:] for action in row}
     before: dict[int, list[tuple[str, int, int]]] = {}
     for position, entry in entries:
@@ -300,9 +301,8 @@ def _with_messages(
 
 
 def _check_stages(plan: PlannedPipeline) -> None:
-    """Refuse a pipeline if the numbers or the order of its plans, times, cuts, names, ops or floors do not
-    match its stages and ranks.
-    """
+    """Raise `ProblemError` unless the numbers and the order of a pipeline's plans, times, cuts, names, ops and floors
+    match its stages and ranks."""
     stages, ranks = plan.schedule.stages, plan.schedule.ranks
     if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:
         raise ProblemError(f"{stages} stages need as many plans and times, and one cut fewer")
@@ -328,6 +328,7 @@ def stage_plan_to_json(plan: StagePlan) -> dict[str, Any]:
 
 
 def _stage_plan(value: object) -> StagePlan:
+    """Read a stage's memory, times and plan; an error if a key is missing or unknown, or a value of another type."""
     row = json_object(value)
     keys = {
         group: {KEYS.get((group, one.name), one.name): one for one in fields(kind)}

@@ -248,9 +248,8 @@ class RankSearch:
         return other
 
     def _search(self) -> None:
-        """Plan the stages with several limits of the bytes kept between forward and backward. Plans found
-        become candidates.
-        """
+        """Plan the stages with several limits of the bytes kept between forward and backward, unless plans fit and
+        the effort is spent. Plans found become candidates."""
         fits = self.known.within(self.budget) is not None
         if fits and self.effort.over:
             return
@@ -288,7 +287,8 @@ class RankSearch:
                 self.intervals[part] = self._floors(*part)
 
     def _begin(self) -> None:
-        """Let the plans from which searches begin be candidates, once."""
+        """Make the planner's starting plans candidates, once for each stage whose recomputation can save much
+        (`_gains`)."""
         for at in self._order:
             if self._gains[at] and at not in self.known.begun:
                 self.known.begun.add(at)
@@ -418,7 +418,11 @@ class RankSearch:
 def plans_of_ranks(
     search: Callable[[int, int], RankSearch], ranks: Iterable[int], budget: int
 ) -> dict[int, RankPlan]:
-    """Return the cheapest plans found for each rank of a pipeline, by the number of the rank."""
+    """Return the cheapest plans found for each rank of a pipeline, by the rank's number. If some do not fit
+    ``budget``, `InfeasibleBudget` states the smallest budget found that is enough for all.
+
+    ``search``: makes the search of a rank for a budget in bytes.
+    """
     found: dict[int, RankPlan] = {}
     refused, enough = None, budget
     for rank in ranks:

@@ -123,7 +123,8 @@ class StageChain:
         return tuple(at for at in inner if at not in inside and (not self.narrow or is_narrow(at)))
 
     def check_cuts(self, cuts: Iterable[int]) -> None:
-        """Refuse cuts (the first block of each later stage) that divide the ops that read one parameter."""
+        """Raise `UsageError` for cuts (the first block of each later stage) that divide the ops that read one
+        parameter."""
         for at in cuts:
             for name, (first, last) in self.whole.items():
                 if first < at <= last:

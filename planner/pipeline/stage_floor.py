@@ -43,10 +43,11 @@ class _Saved:
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """Return a function of (first block, block after the last, stage) that bounds the stage's microseconds
-    per micro-batch from below.
+    """Return a function of (first block, block after the last, stage) that bounds the stage's microseconds per
+    micro-batch from below.
 
-    ``room`` has these parameters; without inverses the bound is infinite if its bytes are negative.
+    ``room``: returns for the same the bytes for micro-batches in flight and their number. Without inverses the bound
+    is infinite if the bytes are negative.
     """
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
@@ -84,6 +85,8 @@ def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
 
 
 def _saved(chain: StageChain) -> _Saved:
+    """Return the forward ops whose results the backward of their block reads; ops that no output depends on are left
+    out."""
     ix = indexed(chain.graph)
     rows = []
     for o in sorted(_before_boundary(ix)):

@@ -256,7 +256,11 @@ def _split_figures(
     tangents: Sequence[int] | None,
     saved: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name."""
+    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name.
+
+    ``split``: the step of the second boundary. ``beyond``, ``first``: the bytes at each step without inputs, ``first``
+    in the step's first backward.
+    """
     graph, start = problem.graph, split + 1
     # The I ends with the frees that follow the second boundary op.
     while start < len(schedule) and isinstance(schedule[start], Free):
@@ -268,6 +272,7 @@ def _split_figures(
     early = problem.bytes(gradient for mark, gradient in problem.gradients.items() if mark in sooner)
     firsts = [bytes_ - early for bytes_ in first]
     weight, first_weight = (max([deferred, *series[start:]]) for series in (beyond, firsts))
+    # In a B torch frees later what an I frees at its end: `whole` is by how much W then needs more than on its own.
     in_whole = (
         (
             across + longer[split],
@@ -288,10 +293,10 @@ def _split_figures(
 def _held_longer(
     problem: StageProblem, schedule: Schedule, split: int, tangents: Sequence[int] | None
 ) -> list[int]:
-    """Return, for steps from ``split`` on, the bytes of outputs and of gradients that a W has freed but a B
-    holds to its end.
+    """Return, for steps from ``split`` on, the bytes of outputs and of gradients that a W has freed but a B holds to
+    its end. Values of earlier steps mean nothing.
 
-    Values of earlier steps mean nothing.
+    ``tangents``: by step; None if a B frees them early, too.
     """
     graph = problem.graph
     leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
@@ -331,7 +336,8 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
 
 
 def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[str]) -> list[int]:
-    """Return, for each step of a schedule from the boundary on, the resident bytes of some outputs of the forward."""
+    """Return, for each step of a schedule from the boundary on, the bytes of ``outputs`` of the forward that are not
+    yet freed. Values of earlier steps mean nothing."""
     sizes = problem.graph.size
     freed = {step.tensor: at for at, step in enumerate(schedule) if isinstance(step, Free)}
     ends = [(freed.get(t, len(schedule)), sizes[t]) for t in outputs]

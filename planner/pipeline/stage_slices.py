@@ -95,13 +95,19 @@ def stage_problem(
     hands_over: bool = False,
     frees: bool = False,
 ) -> StageProblem:
-    """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist.
-    Messages are inputs of its own.
+    """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist. Messages are
+    inputs of its own.
+
+    ``batch``: inputs that differ between micro-batches. ``split``: whether W is an action. ``recovers``: whether
+    stages recover their inputs. ``hands_over``: whether the next stage is on the same rank. ``frees``: whether sent
+    outputs are freed before the backward.
     """
     return _Builder(piece, frozenset(batch), split, recovers, hands_over, frees).problem(template)
 
 
 class _Builder:
+    """Builds the problem of one stage; the arguments are those of `stage_problem`."""
+
     def __init__(
         self,
         piece: StageSlice,
@@ -300,9 +306,8 @@ class _Builder:
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the names of the ops that may run once: those that make what leaves the stage, messages,
-        boundaries, and I of a split backward.
-        """
+        """Return the names of the ops that may run only once: those that make what leaves the stage, messages,
+        boundaries, I of a split backward."""
         leaving = set(self._results() if self.recovers else self._leaving())
         # In a stage without a backward these are all forward ops.
         makers = [

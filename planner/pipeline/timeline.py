@@ -106,7 +106,11 @@ def replay(
     overhead: float = 0.0,
     credits: int | None = None,
 ) -> Timeline:
-    """Simulate a pipeline's schedule. Return when each action starts and ends; `ProblemError` for a deadlock."""
+    """Simulate a pipeline's schedule. Return when each action starts and ends; `ProblemError` for a deadlock.
+
+    ``overhead``: microseconds of each action beyond ``times``. ``credits``: how many of a stage's messages in one
+    direction may be sent and not read; None: any number.
+    """
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
     while sum(map(run.advance, ranks)):
@@ -210,6 +214,7 @@ class _Replay:
         if to is None or to == rank:
             return True
         before = self.sent.get((half, stage), 0)
+        # With two credits, the third message (before = 2) waits for the first use of the first one.
         if self.credits is not None and before >= self.credits:
             read = self.read.get((half, stage), [])
             if len(read) <= before - self.credits:

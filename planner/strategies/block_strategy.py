@@ -70,7 +70,8 @@ class CandidateStrategy(FamilyStrategy):
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """Return the candidates on the Pareto front by rising cost, cached unless ``progress`` raised `Enough`."""
+        """Return the candidates on the Pareto front by rising cost, cached unless ``progress`` raised `Enough`.
+        `UsageError` if no op is marked or inferred as backward."""
         views = phase_views(graph)
         if not views[0].has_phases:
             raise UsageError(
@@ -127,6 +128,8 @@ class BlockStrategy(CandidateStrategy):
             yield Candidate(lower_to_positions(graph, partition), partition.blocks)
 
     def _partitions(self, graph: TrainingGraph, progress: Progress) -> Iterable[Partition]:
+        """Yield the undivided forward, then each chain's partition, and its lean one (`partition_of`) if that keeps
+        other tensors. Equal chains count once."""
         view = forward_graph(graph)
         yield partition_of(graph, (view.everything,))
         seen = set()

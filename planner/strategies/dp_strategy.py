@@ -76,9 +76,8 @@ class DPStrategy(BlockStrategy):
                 yield chain
 
     def _affordable(self, view: ForwardGraph, masks: tuple[int, ...]) -> int:
-        """Return the number of tables for each formula: ``budgets``, or fewer if the estimated work exceeds
-        `WORK`.
-        """
+        """Return the number of tables for each formula: ``budgets``, or fewer, but not below `FEWEST_TABLES`, if the
+        estimated work exceeds `WORK`."""
         # Estimated, not timed, so that a problem always gets the same plans.
         filling = len(masks) ** 2 * self.ticks
         pricing = 4e5 * sum(map(len, view.members))

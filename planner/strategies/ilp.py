@@ -100,8 +100,12 @@ class ILP(SearchStrategy):
         return with_bound(replace(best.plan, budget=budget), min(best.bound, best.plan.estimate.overhead))
 
     def _search(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
-        """Search for plans and record them in ``best``: by one integer program over all orders if the problem is small,
-        else by annealing followed by an integer program with a fixed order of first executions."""
+        """Search for plans and record them in ``best``: by one integer program over all orders if ops are few and
+        unordered, else by annealing.
+
+        An integer program with the annealed order of first executions follows if there are at most
+        `IlpLimits.most_ops` ops.
+        """
         recipes = len(graph.recipes)
         if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
