@@ -16,10 +16,8 @@ def bound_inputs(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Value, ...], dict[str, int]]:
     """Replace the symbolic dimensions of the inputs by sizes. Return the inputs, and the size of each symbol by name.
-
     `UsageError` for an unknown name or a size that is no positive integer; `ModelError` for a dimension without a
-    size.
-    """
+    size."""
     for name, size in dims.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")

@@ -40,10 +40,7 @@ def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
     """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan. Return the content and a note
-    if there were any.
-
-    ``bound``: sizes by symbol. `ModelError` if a condition or length depends on data.
-    """
+    if there were any. ``bound``: sizes by symbol. `ModelError` if a condition or length depends on data."""
     if not draft.bodies:
         return draft, ()
     shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}

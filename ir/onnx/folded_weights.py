@@ -92,11 +92,8 @@ def _broadcast_source(edit: Edit, array: Array) -> str:
 
 
 def repetition_of(values: np.ndarray, expanded: bool = False) -> Repetition | None:
-    """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found.
-
-    ``expanded``: if all values are equal, or repeat along all axes, whether the first axis counts as repeated; if not,
-    none does.
-    """
+    """Find out from a tensor's values how it repeats a smaller weight; None if no repetition is found. ``expanded``:
+    if all values are equal, or repeat along all axes, whether the first axis counts as repeated; if not, none does."""
     wide = values.astype(np.float64)
     base, mask = _without_mask(values, wide)
     repeated = [n > 1 and bool((base == base.take([0], at)).all()) for at, n in enumerate(base.shape)]

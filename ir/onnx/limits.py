@@ -58,7 +58,7 @@ def check_tensors(proto: onnx.ModelProto) -> None:
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:
-    """Raise `ModelError` for a tensor with a negative dimension, an unknown type, data of another size than its shape and type say,
+    """Raise `ModelError` for a negative dimension, an unknown type, data of another size than shape and type say,
     or a malformed offset or length of external data."""
     what = f"tensor {tensor.name!r}"
     if any(d < 0 for d in tensor.dims):

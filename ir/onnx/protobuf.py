@@ -40,10 +40,7 @@ def read_onnx(path: Path) -> Draft:
 
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
     """Convert an ONNX model in memory to plain data, with functions inlined; `ModelError` if it is invalid or not
-    supported.
-
-    ``path``: names the model in messages; external data are expected next to it.
-    """
+    supported. ``path``: names the model in messages; external data are expected next to it."""
     try:
         check_versions(proto)
         check_tensors(proto)

@@ -19,10 +19,7 @@ MAX_NAMED = 4  # names that a note lists
 
 def weight_notes(draft: Draft, weights: Sequence[Weight], reached: Iterable[str]) -> tuple[str, ...]:
     """Return notes about trained weights that the network may have tied, and about tensors that are not trained
-    although gradients reach them.
-
-    ``reached``: the names of the values that gradients reach.
-    """
+    although gradients reach them. ``reached``: the names of the values that gradients reach."""
     trained = {w.name: w for w in weights if w.role == "parameter" and not w.generated}
     equal = () if draft.producer == "pytorch" else _equal(list(trained.values()))
     derived = _derived(draft.origins, trained)

@@ -56,10 +56,8 @@ def polished(
     keep_order: bool = False,
 ) -> Iterator[Plan]:
     """Yield plans within ``budget`` bytes, each cheaper than the one before and than all ``starts`` (found for other
-    sizes) that fit.
-
-    ``seconds``, ``moves``: of each anneal; if both are 0, needless recomputations are removed and no anneal follows.
-    """
+    sizes) that fit. ``seconds``, ``moves``: of each anneal; if both are 0, needless recomputations are removed and no
+    anneal follows."""
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)
     usable = [p for p in starts if annealer.accepts(runs_of(p.schedule))]

@@ -131,11 +131,8 @@ class CoolingSchedule:
 
     def looks_for_order(self, k: int, with_order: float, without: float) -> bool:
         """Return whether hot round ``k`` looks for an order first; never unless `reorders`. Both variants alternate
-        at first, and until one with an order has fitted.
-
-        Then the one with less overhead (``with_order``, ``without``) is used, and in each `explored`-th hot round the
-        other.
-        """
+        at first, and until one with an order has fitted. Then the one with less overhead (``with_order``,
+        ``without``) is used, and in each `explored`-th hot round the other."""
         number = k // 2
         if not self.reorders or number < 2 or with_order == float("inf"):
             return self.reorders and number % 2 == 0

@@ -203,7 +203,7 @@ def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
 def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
     """Make one random move. Return False if it failed; then the caller must undo the edits made.
 
-    A move is given up if the energy would rise by more than ``allowed``. ``orders_only``: change the
+    A move may be given up early if the energy would rise by more than ``allowed``. ``orders_only``: change the
     order alone.
     """
     kind = uniform(S.random)

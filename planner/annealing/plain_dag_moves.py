@@ -60,10 +60,7 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
     """Return two slots for the result of the run ``server``: its last use before ``slot``, or else that run, and its
-    first read after ``slot``.
-
-    The second is `NO_SLOT` if it is read at ``slot``, or not after.
-    """
+    first read after ``slot``. The second is `NO_SLOT` if it is read at ``slot``, or not after."""
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
     stop = links.slot[later] if later >= 0 else NO_SLOT
@@ -84,11 +81,8 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 @inner
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
     """Return about how much energy is saved if ``op`` runs again just before ``stop`` and its results, unused at
-    ``slot``, are freed until then.
-
-    Holding its inputs is not counted. Second result: the earlier run that wrote these results, or -1 if nothing is
-    freed.
-    """
+    ``slot``, are freed until then. Holding its inputs is not counted. Second result: the earlier run that wrote these
+    results, or -1 if nothing is freed."""
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]

@@ -321,10 +321,7 @@ class Search:
 
     def _set_price(self, share: float, low: float | None = None) -> None:
         """Set the price of bytes over the budget when ``share`` of a stage is done. With phases, and near the stage's
-        end, the annealer adapts it itself.
-
-        ``low``: the price at the beginning; None: the schedule's.
-        """
+        end, the annealer adapts it itself. ``low``: the price at the beginning; None: the schedule's."""
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:
             # The annealer adapts the price itself.

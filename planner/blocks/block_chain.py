@@ -123,10 +123,7 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
     """Return at most ``most`` positions that divide a chain where few bytes are kept, into groups of about equal
-    bytes.
-
-    The end is included. All positions are returned if there are no more blocks.
-    """
+    bytes. The end is included. All positions are returned if there are no more blocks."""
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)

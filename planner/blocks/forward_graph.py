@@ -128,10 +128,8 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join groups that no other group reads with their latest predecessor. Return whether any were joined.
-
-        The one with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads.
-        """
+        """Join groups that no other group reads with their latest predecessor. Return whether any were joined. The
+        one with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         # The group with the most ancestors.

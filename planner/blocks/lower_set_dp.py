@@ -127,10 +127,8 @@ def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
     """Prepare the dynamic program of Kusumoto et al. 2019 for the lower sets ``masks``, by rising number of nodes.
-
     ``ticks``: the most ticks of the whole cost. ``charge_last``: as in `LowerSetDP`. ``gradients``: whether the peak
-    formula charges gradients, too.
-    """
+    formula charges gradients, too."""
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
     unit = max(1, -(-total // ticks))

@@ -39,10 +39,7 @@ class Partition:
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:
     """Return the partition for a chain of lower sets L_1 ⊂ … ⊂ L_k. Tensors of nodes that later blocks read stay
-    resident.
-
-    ``lean``: a tensor of such a node that no later block reads stays only if it is small (`LEAN_RATIO`).
-    """
+    resident. ``lean``: a tensor of such a node that no later block reads stays only if it is small (`LEAN_RATIO`)."""
     ix, view = indexed(graph), forward_graph(graph)
     outer = cached_on(graph, "outer", lambda: _outer(ix, view))
     blocks, kept = [], []

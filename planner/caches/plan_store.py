@@ -164,11 +164,8 @@ class PlanStore:
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
         """Return the cheapest plan on disk within ``budget`` bytes; None if there is none or a search may find a
-        better one.
-
-        No search is needed if its overhead is within ``gap`` of a proven bound, or this budget was searched for
-        ``seconds`` before.
-        """
+        better one. No search is needed if its overhead is within ``gap`` of a proven bound, or this budget was
+        searched for ``seconds`` before."""
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:

@@ -43,10 +43,7 @@ Row = NDArray[np.int64]
 
 def rows(plan: Laned) -> Iterator[Row]:
     """Yield, for each progress q of the recovery lane, the bytes resident at each progress p of the main lane, inputs
-    and workspaces included.
-
-    Progress is 2k after k runs of the lane, and 2k + 1 during the next one.
-    """
+    and workspaces included. Progress is 2k after k runs of the lane, and 2k + 1 during the next one."""
     graph, runs, where = plan.graph, plan.runs, plan.where
     most = 2 * len(where.main)
     # By progress q: pairs (p, bytes to add from progress p on).

@@ -146,10 +146,7 @@ def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
     """Return the copies of tensors that are written or read from the plan's first backward op on, in the order of
-    writing.
-
-    A copy is the result of one run. ``touches``: by run. The end of the main lane reads the ``outputs``.
-    """
+    writing. A copy is the result of one run. ``touches``: by run. The end of the main lane reads the ``outputs``."""
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
         lane, index = where.where.get(at, (MAIN, BEFORE))

@@ -134,10 +134,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     """Return a plan of ``graph`` from JSON data, simulated again; `ProblemError` if it is malformed, invalid, of
-    another graph, or over its budget.
-
-    It has no lower bound if the stated peak or cost differs from the simulated one.
-    """
+    another graph, or over its budget. It has no lower bound if the stated peak or cost differs from the simulated
+    one."""
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
     fingerprint = str(data.get("fingerprint", ""))

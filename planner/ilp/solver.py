@@ -81,10 +81,8 @@ class Solver:
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
         """Minimise a program's cost within ``effort``; an empty `Answer` if stopped, too late, too large for the
-        moves left, or HiGHS fails.
-
-        ``integer``: False relaxes all variables. ``gap``: of the cost, absolute. ``hint``: a start, by variable.
-        """
+        moves left, or HiGHS fails. ``integer``: False relaxes all variables. ``gap``: of the cost, absolute.
+        ``hint``: a start, by variable."""
         if self._stopped:
             return Answer()
         moves = max(MOVES, int(MOVES_PER_SQUARE[integer] * len(rows.columns) ** 2))

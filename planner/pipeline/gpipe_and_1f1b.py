@@ -41,10 +41,8 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
 
 def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool = False) -> PipelineSchedule:
     """Return the 1F1B schedule, with one stage per rank: stage s has ``stages`` − s micro-batches in flight, at most
-    ``microbatches``.
-
-    ``frees_outputs``: whether torch frees a sent output before its micro-batch's backward, and not after it.
-    """
+    ``microbatches``. ``frees_outputs``: whether torch frees a sent output before its micro-batch's backward, and not
+    after it."""
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
         ahead = min(stages - stage, microbatches)
@@ -91,10 +89,7 @@ def _with_messages(
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
     """Return a schedule like 1F1B with more micro-batches in flight, so that ranks work while messages travel; at
-    ``hop`` = 0, with as many.
-
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward.
-    """
+    ``hop`` = 0, with as many. ``hop``: the time of a message ÷ the time of a stage's forward and backward."""
     more = math.ceil(2 * hop - 1e-9)
     # Stage s of P has 1 + (P − 1 − s)·(1 + ⌈2·hop⌉) in flight.
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]

@@ -23,10 +23,8 @@ def lean_cuts(
     peaks: Callable[[Cuts], Sequence[int]],
 ) -> Cuts:
     """Return cuts with a small largest peak of a rank: the best by ``estimate`` (a stage's bytes), changed while the
-    largest of ``peaks`` falls.
-
-    A change moves the beginning of one stage by one allowed block; at most `CHANGES` are tried.
-    """
+    largest of ``peaks`` falls. A change moves the beginning of one stage by one allowed block; at most `CHANGES` are
+    tried."""
     best = partitions(chain, schedule.stages, estimate)[0].cuts
     own = peaks(best)
     left = CHANGES

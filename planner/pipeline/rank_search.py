@@ -419,10 +419,8 @@ def plans_of_ranks(
     search: Callable[[int, int], RankSearch], ranks: Iterable[int], budget: int
 ) -> dict[int, RankPlan]:
     """Return the cheapest plans found for each rank of a pipeline, by the rank's number. If some do not fit
-    ``budget``, `InfeasibleBudget` states the smallest budget found that is enough for all.
-
-    ``search``: makes the search of a rank for a budget in bytes.
-    """
+    ``budget``, `InfeasibleBudget` states the smallest budget found that is enough for all. ``search``: makes the
+    search of a rank for a budget in bytes."""
     found: dict[int, RankPlan] = {}
     refused, enough = None, budget
     for rank in ranks:

@@ -44,11 +44,8 @@ def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
     """Return a function of (first block, block after the last, stage) that bounds the stage's microseconds per
-    micro-batch from below.
-
-    ``room``: returns for the same the bytes for micro-batches in flight and their number. Without inverses the bound
-    is infinite if the bytes are negative.
-    """
+    micro-batch from below. ``room``: returns for the same the bytes for micro-batches in flight and their number.
+    Without inverses the bound is infinite if the bytes are negative."""
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
     known: dict[tuple[int, int, int], float] = {}

@@ -256,11 +256,9 @@ def _split_figures(
     tangents: Sequence[int] | None,
     saved: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name.
-
-    ``split``: the step of the second boundary. ``beyond``, ``first``: the bytes at each step without inputs, ``first``
-    in the step's first backward.
-    """
+    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name. ``split``:
+    the step of the second boundary. ``beyond``, ``first``: the bytes at each step without inputs, ``first`` in the
+    step's first backward."""
     graph, start = problem.graph, split + 1
     # The I ends with the frees that follow the second boundary op.
     while start < len(schedule) and isinstance(schedule[start], Free):
@@ -294,10 +292,7 @@ def _held_longer(
     problem: StageProblem, schedule: Schedule, split: int, tangents: Sequence[int] | None
 ) -> list[int]:
     """Return, for steps from ``split`` on, the bytes of outputs and of gradients that a W has freed but a B holds to
-    its end. Values of earlier steps mean nothing.
-
-    ``tangents``: by step; None if a B frees them early, too.
-    """
+    its end. Values of earlier steps mean nothing. ``tangents``: by step; None if a B frees them early, too."""
     graph = problem.graph
     leave = set(graph.op[problem.weights or ""].reads) - {*graph.inputs, *problem.handed}
     frees = (

@@ -96,12 +96,9 @@ def stage_problem(
     frees: bool = False,
 ) -> StageProblem:
     """Return the planning problem of a stage for one micro-batch, while gradients of earlier ones exist. Messages are
-    inputs of its own.
-
-    ``batch``: inputs that differ between micro-batches. ``split``: whether W is an action. ``recovers``: whether
-    stages recover their inputs. ``hands_over``: whether the next stage is on the same rank. ``frees``: whether sent
-    outputs are freed before the backward.
-    """
+    inputs of its own. ``batch``: inputs that differ between micro-batches. ``split``: whether W is an action.
+    ``recovers``: whether stages recover their inputs. ``hands_over``: whether the next stage is on the same rank.
+    ``frees``: whether sent outputs are freed before the backward."""
     return _Builder(piece, frozenset(batch), split, recovers, hands_over, frees).problem(template)
 
 

@@ -107,10 +107,8 @@ def replay(
     credits: int | None = None,
 ) -> Timeline:
     """Simulate a pipeline's schedule. Return when each action starts and ends; `ProblemError` for a deadlock.
-
     ``overhead``: microseconds of each action beyond ``times``. ``credits``: how many of a stage's messages in one
-    direction may be sent and not read; None: any number.
-    """
+    direction may be sent and not read; None: any number."""
     run = _Replay(schedule, times, link, overhead, credits)
     ranks = range(schedule.ranks)
     while sum(map(run.advance, ranks)):
