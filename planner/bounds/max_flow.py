@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,16 +69,18 @@ class Minimum:
     them that must precede the cut op run both before and after it."""
 
 
-def flow_bound(
-    graph: TrainingGraph, order: Precedence, cut: int, budget: int, held: Sequence[str] = ()
-) -> float:
+def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
     """Return the bound of the overhead that one cut proves, without inverses; infinite if no schedule fits,
-    -1 if sums would overflow. ``held``: tensors that are resident at the end besides the outputs.
+    -1 if sums would overflow.
     """
+    return flow_bound_of(CutNetwork(graph, order, cut), graph, cut, budget)
+
+
+def flow_bound_of(network: CutNetwork, graph: TrainingGraph, cut: int, budget: int) -> float:
+    """Return what `flow_bound` does, for a given network of the cut."""
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
         return math.inf
-    network = CutNetwork(graph, order, cut, held=held)
     low, high = network.minimum(0.0), network.fewest_bytes()
     if low is None or high is None:
         return -1.0
@@ -109,12 +112,10 @@ class CutNetwork:
         order: Precedence,
         cut: int,
         slope: float = 0.0,
-        held: Sequence[str] = (),
     ) -> None:
         # Node 0 is the source: the ops that cannot run before the cut op. Node 1 is the sink. Other ops are
         # on the source's side if they run after it. With a ``slope``, costs rise from the first op to the
-        # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs
-        # 0. ``held``: further tensors that are read after the cut op.
+        # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs 0.
         self.scale = min(SCALE / graph.base_cost, MAX_SCALE)
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
@@ -132,40 +133,38 @@ class CutNetwork:
                 dear = NEVER * graph.base_cost if graph.ops[v].name in once else 0.0
                 priced.append(rise * graph.ops[v].cost + dear if earlier >> v & 1 else 0.0)
                 self.ops.append(v)
-        self._lay(graph, side, set(graph.ops[cut].reads), priced, held)
+        self._lay(graph, side, set(graph.ops[cut].reads), priced)
 
     def _lay(
-        self,
-        graph: TrainingGraph,
-        side: dict[int, int],
-        resident: set[str],
-        priced: list[float],
-        held: Sequence[str],
+        self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
     ) -> None:
         """Create the arcs of the network, as arrays of their ends, costs and bytes."""
         # From op to sink: the cost of running it after the cut op. From op to tensor read: infinite (bytes
         # -1). From tensor to its writer: its bytes.
-        inputs = set(graph.inputs)
-        holders: dict[str, int] = {}
-        tails, heads, sizes = [], [], []
-        for node, tensors in ((0, held), *((node, graph.ops[v].reads) for v, node in side.items())):
-            for t in tensors:
-                maker = side.get(graph.producer.get(t, -1), 0)
-                if t in inputs or t in resident or maker == 0:
-                    continue
-                if t not in holders:
-                    holders[t] = 2 + len(priced) + len(holders)
-                    tails.append(holders[t])
-                    heads.append(maker)
-                    sizes.append(graph.size[t])
-                tails.append(node)
-                heads.append(holders[t])
-                sizes.append(-1)
+        # What an op with a node writes: the network of `holding` needs tensors that nothing reads before, too.
+        written = [(t, node) for v, node in side.items() if node for t in graph.ops[v].writes]
+        makers = {t: node for t, node in written if t not in resident}
+        holders = {t: 2 + len(priced) + k for k, t in enumerate(makers)}
+        read = [(node, holders[t]) for v, node in side.items() for t in graph.ops[v].reads if t in holders]
+        tails = [*holders.values(), *(node for node, _ in read)]
+        heads = [*makers.values(), *(holder for _, holder in read)]
+        sizes = [*(graph.size[t] for t in makers), *[-1] * len(read)]
         count = len(priced)
+        self._holders = holders
         self.tails = np.array([*range(2, 2 + count), *tails], dtype=np.int32)
         self.heads = np.array([*[1] * count, *heads], dtype=np.int32)
         self.cost = np.array([*priced, *[0.0] * len(tails)])
         self.bytes = np.array([*[0] * count, *sizes], dtype=np.int64)
+
+    def holding(self, tensors: Sequence[str]) -> CutNetwork:
+        """Return the network in which those of ``tensors`` that are written before the cut op are needed after it."""
+        nodes = [self._holders[t] for t in tensors if t in self._holders]
+        network = copy(self)
+        network.tails = np.append(self.tails, np.zeros(len(nodes), np.int32))
+        network.heads = np.append(self.heads, np.array(nodes, np.int32))
+        network.cost = np.append(self.cost, np.zeros(len(nodes)))
+        network.bytes = np.append(self.bytes, np.full(len(nodes), -1))
+        return network
 
     def minimum(self, price: float) -> Minimum | None:
         """Return the minimum cut if a resident byte costs ``price`` (`Op.cost` per byte); None if capacities

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -116,3 +117,22 @@ def test_a_run_that_makes_a_small_output_and_a_tracked_tensor_counts_once():
     assert search.small == ["w"]
     assert search.proves(0.6 - 1e-9, ENOUGH)[0]
     assert not search.proves(0.6 + 1e-9, ENOUGH)[0]
+
+
+def test_bounds_of_runs_before_a_cut_count_as_branches_while_they_are_new():
+    graph = chain(6)
+    (search, *_) = searches(graph, least_peak(graph), 2**12 - 2**6)
+    with mock.patch.object(tail_search, "NEAR", 1.0):  # then each state has such a bound
+        assert search.proves(0.45, tail_search.FLOW) == (False, tail_search.FLOW)
+        first, again = search.proves(0.45, ENOUGH), search.proves(0.45, ENOUGH)
+    assert first[0]
+    assert again[0]
+    assert again[1] < tail_search.FLOW < first[1]
+
+
+def test_the_search_ends_if_it_does_not_prove_its_first_step():
+    graph = chain(6)
+    (search, *_) = searches(graph, least_peak(graph), 2**12 - 2**6)
+    with mock.patch.object(search, "proves", return_value=(False, 7)) as proves:
+        assert highest_proven(search, 0.1, Effort(moves=10**6)) == 0.1
+    proves.assert_called_once()
