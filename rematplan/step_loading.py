@@ -79,18 +79,6 @@ class LoadedStep:
             return {}
         return {f"model.{name}": tensor for name, tensor in named_tensors(self.module).items()}
 
-    @property
-    def blind(self) -> LoadedStep | None:
-        """The same step with only those inverses (ops that compute an input from an output) that can be found without
-        the values of weights. An inverse that divides by a learned scale is therefore not among them.
-
-        None unless the step was loaded with ``inverses=True``.
-        """
-        if self.without is None:
-            return None
-        found = with_inverses(self.bare, {}, renormalise=True)
-        return replace(self.without, step=found.step, inexact=not all(map(is_exact, found.step.inverses)))
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -176,7 +176,7 @@ def plan_within(
     below a proven floor is refused without a search, for strategies that resume."""
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
-    stored = (*starts, *_stored_plans(strategy, graph, store))
+    stored = (*starts, *stored_plans(strategy, graph, store))
     refusal = store.refusal(graph, budget, limit)
     if refusal and all(plan.peak >= refusal.smallest for plan in stored):
         raise refusal
@@ -241,15 +241,7 @@ def _plan_or_lower(
         raise
 
 
-def known_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
-    """Return the stored plans from which the strategy's search starts, those in memory first; empty if it cannot
-    start from plans."""
-    if not strategy.resumes:
-        return ()
-    return _stored_plans(strategy, graph, store)
-
-
-def _stored_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
+def stored_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
     """Return the stored plans of a problem: those in memory, then those on disk if the strategy uses plans on disk."""
     return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
 
@@ -269,7 +261,7 @@ def least_plan(
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit
-        known = (*starts, *_stored_plans(strategy, graph, store))
+        known = (*starts, *stored_plans(strategy, graph, store))
         counted = strategy.counted if isinstance(strategy, Auto) else 0
         moves = strategy.moves if isinstance(strategy, Anneal) else counted
         order = not isinstance(strategy, ILP) and strategy.keep_order

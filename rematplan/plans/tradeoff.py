@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, by_cost
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
-from rematplan.plans.budgets import Budget, known_plans
+from rematplan.plans.budgets import Budget, stored_plans
 
 RIVAL_PEAKS = 3
 """`auto` is also asked for plans at this many peaks of the other strategies' plans."""
@@ -58,7 +58,8 @@ def trace_curves(
         try:
             others = [p for plans in found.values() for p in plans] if strategy.resumes else []
             asked = (*budgets, *rival_peaks(others, budgets))
-            plans = strategy.curve(graph, asked, report, (*others, *known_plans(strategy, graph, store)))
+            stored = stored_plans(strategy, graph, store) if strategy.resumes else ()
+            plans = strategy.curve(graph, asked, report, (*others, *stored))
         except LatticeTooLarge as error:
             notes.append(str(error))
             continue
@@ -85,16 +86,7 @@ def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: in
     for budget in budgets:
         here = [_row(budget, name, plans, base_peak, whole) for name, plans in curves.items()]
         least = min((r.plan.estimate.overhead for r in here if r.plan), default=None)
-        rows += [
-            Row(
-                r.budget,
-                r.strategy,
-                r.plan,
-                r.smallest,
-                r.plan is not None and r.plan.estimate.overhead == least,
-            )
-            for r in here
-        ]
+        rows += [replace(r, best=r.plan is not None and r.plan.estimate.overhead == least) for r in here]
     return tuple(rows)
 
 

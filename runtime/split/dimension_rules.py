@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -85,15 +85,6 @@ class Shaped:
     def results(self) -> tuple[str, ...]:
         """The names of all results that are tensors."""
         return self.call.made
-
-
-class RowSum(Protocol):
-    """The target of a call that sums over rows of its last operand. One before it is a sum to which it adds in
-    place."""
-
-    def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Self | None:
-        """Return the target for a part of ``count`` of the ``indices`` rows of an operand of a ``shape``; None if it
-        cannot be split."""
 
 
 Rule: TypeAlias = Callable[[Shaped], DimensionRule | None]

@@ -49,7 +49,7 @@ class SumEmitter(CallEmitter):
         self.sums[result] = name
 
     def _add_rows(self, call: Call, args: tuple[Any, ...], part: Part) -> None:
-        """Emit a `RowSum` of one part's rows, which adds to the sum so far."""
+        """Emit a sum over one part's rows, which adds to the sum so far."""
         x, result = call.args[-1].value, call.results[0] or ""
         shape = tuple(int(n) for n in self.step.values[x].fake.shape)
         count, whole = part.stop - part.start, part.region.indices
