@@ -26,7 +26,7 @@ from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import least_plan, parse_budget, plan_within
-from rematplan.plans.two_lane_plans import ON, overlapped, sharing_here, stated_sharing
+from rematplan.plans.two_lane_plans import ON, overlapped, sharing_on
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
 
@@ -141,10 +141,11 @@ def _overlapped(
 
 
 def _sharing(rival: PlannedRival, auto: Strategy, costs: str, out: Output) -> Sharing:
-    if auto.lane_speed or costs != PROFILE or rival.source.loaded is None:
-        return stated_sharing(auto)
+    assert rival.source.loaded is not None
     with out.progress("measuring two lanes"):
-        return sharing_here(rival.source.loaded.step, rival.source.graph, rival.plan)
+        return sharing_on(
+            rival.source.loaded.step, rival.source.graph, rival.plan, auto, measured=costs == PROFILE
+        )
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:

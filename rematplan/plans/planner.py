@@ -13,7 +13,6 @@ from functools import partial
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.core.strategy import Progress, silent
@@ -53,7 +52,7 @@ from rematplan.plans.splitting import (
     trials_of_step,
 )
 from rematplan.plans.step_problems import StepProblems
-from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_here, stated_sharing
+from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_on
 from rematplan.runtime.fuse.fuse import fuse
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
@@ -383,14 +382,9 @@ class Planner(StepProblems):
         self, step: CapturedStep, graph: TrainingGraph, plan: Plan
     ) -> tuple[Plan, tuple[str, ...]]:
         """Divide a plan into two lanes if the options ask for it. Return also notes for the user."""
-
-        def sharing() -> Sharing:
-            strategy = self.options.strategy
-            if strategy.lane_speed or self.options.costs != PROFILE:
-                return stated_sharing(strategy)
-            return sharing_here(step, graph, plan)
-
-        return overlapped(graph, plan, self.options.strategy.two_lanes, sharing)
+        strategy = self.options.strategy
+        sharing = partial(sharing_on, step, graph, plan, strategy, measured=self.options.costs == PROFILE)
+        return overlapped(graph, plan, strategy.two_lanes, sharing)
 
 
 def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, most: int) -> StepPlan | None:

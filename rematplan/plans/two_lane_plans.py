@@ -62,8 +62,13 @@ def overlapped(
     return replace(found, budget=plan.budget, fingerprint=plan.fingerprint), ()
 
 
-def sharing_here(step: CapturedStep, graph: TrainingGraph, plan: Plan) -> Sharing:
-    """Measure how fast each of two lanes is on this device while both work, on ops of ``plan``."""
+def sharing_on(
+    step: CapturedStep, graph: TrainingGraph, plan: Plan, strategy: Strategy, *, measured: bool
+) -> Sharing:
+    """Return how fast each of two lanes is while both work: if ``measured``, on ops of ``plan`` on this device, unless
+    the strategy states it."""
+    if strategy.lane_speed or not measured:
+        return stated_sharing(strategy)
     from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
 
     runs = runs_of(plan.schedule)
