@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,14 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rematplan.runtime.capture.restore_state import (
-    SameObjects,
-    same_attributes,
-    same_buffers,
-    same_draws,
-    same_gradients,
-)
-from rematplan.runtime.capture.same_contents import SameContents
+from rematplan.runtime.capture.restore_state import SameObjects
+from rematplan.runtime.capture.same_contents import unchanged
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
 TRACED = "FunctionalTensor"
@@ -53,16 +46,7 @@ def eager_forwards(
     ``saving``: whether it saves tensors for a backward; otherwise only if it fails without them.
     """
     saved = nullcontext() if saving else saved_tensors_hooks(_nothing, lambda kept: kept)
-    with (
-        warnings.catch_warnings(),
-        same_buffers(model),
-        same_gradients(model, copied=True),
-        same_draws(),
-        same_attributes(model, ""),
-        SameContents(model),
-        torch.enable_grad(),
-    ):
-        warnings.simplefilter("ignore")
+    with unchanged(model, copied=True), torch.enable_grad():
         for _ in range(times):
             given, named = pytree.tree_map_only(torch.Tensor, _copy, (args, kwargs))
             raised, objects = None, SameObjects(pytree.tree_leaves((args, kwargs)))

@@ -6,7 +6,6 @@ and give zero gradients, so the bytes outside of the parts are those of the rest
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,14 +30,8 @@ from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
-from rematplan.runtime.capture.restore_state import (
-    SameObjects,
-    same_attributes,
-    same_buffers,
-    same_draws,
-    same_gradients,
-)
-from rematplan.runtime.capture.same_contents import SameContents
+from rematplan.runtime.capture.restore_state import SameObjects
+from rematplan.runtime.capture.same_contents import unchanged
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.compat import disable_current_modes, pytree
@@ -87,16 +80,7 @@ class Rehearsal:
         self._attributes = AttributeTensors(self.model)
         objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
-            with (
-                guards.python_state_restored(self.model, leaves),
-                warnings.catch_warnings(),
-                same_buffers(self.model),
-                same_gradients(self.model),
-                same_draws(),
-                same_attributes(self.model, ""),
-                SameContents(self.model),
-            ):
-                warnings.simplefilter("ignore")
+            with guards.python_state_restored(self.model, leaves), unchanged(self.model):
                 return self._measured(original, args, kwargs)
         finally:
             objects.restore()

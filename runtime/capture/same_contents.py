@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from rematplan.runtime.capture.restore_state import (
+    same_attributes,
+    same_buffers,
+    same_draws,
+    same_gradients,
+)
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode, pytree
+
+
+@contextmanager
+def unchanged(model: nn.Module, *, copied: bool = False) -> Iterator[None]:
+    """A context for a run of a model, without warnings, after which all its state and all random states are as before.
+    It begins without gradients or, if ``copied``, with copies."""
+    with (
+        warnings.catch_warnings(),
+        same_buffers(model),
+        same_gradients(model, copied),
+        same_draws(),
+        same_attributes(model, ""),
+        SameContents(model),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 class SameContents(TorchDispatchMode):
