@@ -98,8 +98,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
         raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
-    from rematplan.pipeline.planning import PipelineRequest, plan_stages, step_for
+    from rematplan.pipeline.planning import PipelineRequest, plan_stages
     from rematplan.plans.op_costs import priced as with_costs
+    from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
     began = time.perf_counter()
     costs = costs_of(args)
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     priced: dict[str, tuple[CapturedStep, TrainingGraph]] = {}
     for names in (tuple(name for name in SCHEDULES if name not in SPLIT), SPLIT):
         if asked_for := [name for name in names if args.schedule in (AUTO, name)]:
-            step = step_for(asked_for[0], loaded.step)
+            step = with_separate_weights(loaded.step) if names is SPLIT else loaded.step
             with out.progress("pricing the ops") as progress:
                 graph = with_costs(step, costs, progress, stated_limit(args.inverses))
             priced |= dict.fromkeys(asked_for, (step, graph))
@@ -118,11 +119,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         args.stages,
         args.microbatches,
         budget,
+        seconds,
         cuts,
         link,
         args.overhead,
         optimizer,
-        seconds,
     )
     with out.progress(f"planning {loaded.step.name}") as progress:
         plan = plan_stages(priced, asked, _model(args, costs), progress)

@@ -277,13 +277,9 @@ def part_problem(
     )
     graph = replace(graph, ops=ops, inverses=inverses)
     problem = stage_problem(step, graph, own_weights=True, template=StagePlan(number))
-    states = (t for t in problem.states if t not in _of_the_model(step))
+    of_model = step.given("parameter", "buffer")  # they are counted for the whole model
+    states = (t for t in problem.states if t not in of_model)
     return step, replace(problem, states=tuple(states), handed=whole_outputs(step, problem.graph))
-
-
-def _of_the_model(step: CapturedStep) -> set[str]:
-    """Return the storages of the parameters and buffers, which are counted for the whole model."""
-    return {*step.given("parameter", "buffer")}
 
 
 def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:

@@ -16,7 +16,6 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import StrategyStages
 from rematplan.planner.pipeline.messages import CHANNELS
-from rematplan.planner.pipeline.timeline import FREE_LINK
 from rematplan.plans.budgets import Budget
 from rematplan.plans.op_costs import priced
 from rematplan.plans.options import PlanOptions
@@ -51,17 +50,7 @@ def auto_cuts(
             f"no module of {type(model).__name__} has a part of the step of its own to cut before"
         )
     strategy = asked.strategy
-    options = PipelineRequest(
-        schedule.name,
-        schedule.stages,
-        schedule.microbatches,
-        budget,
-        None,
-        FREE_LINK,
-        0.0,
-        0.0,
-        asked.time_limit,
-    )
+    options = PipelineRequest(schedule.name, schedule.stages, schedule.microbatches, budget, asked.time_limit)
     planner = None if isinstance(strategy, Auto) else StrategyStages(strategy)
     return best_cuts(chain, schedule, options, planner)
 

@@ -83,7 +83,7 @@ class CapturedStage:
         module = module_with_plan(self.stage.module, self.planner.options, made, self.calls, capture)
         if not prepared:
             return module
-        args, kwargs = _arguments(self.stage)
+        args, kwargs = stage_arguments(self.stage)
         return Planning(module).prepare(*args, **kwargs)  # type: ignore[no-any-return]
 
     def rewritten(self, step: CapturedStep) -> CapturedStage:
@@ -172,10 +172,10 @@ def captured_step(stage: StageModule) -> CapturedStep:
 
 
 def _captured(stage: StageModule) -> tuple[ReadyCapture, CapturedStep]:
-    return capture_call(stage.module, *_arguments(stage))
+    return capture_call(stage.module, *stage_arguments(stage))
 
 
-def _arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def stage_arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return uninitialised arguments of a stage: positional and keyword arguments."""
     return pytree.tree_map(  # type: ignore[no-any-return]
         lambda one: _empty(one, stage.device), (stage.args, dict(stage.kwargs))

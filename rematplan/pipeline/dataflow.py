@@ -62,7 +62,7 @@ class DataflowPart:
     def compiled(self, plan: Plan, group: ProcessGroup) -> DataflowStage:
         """Compile the stage so that it follows ``plan``, and return it in the form that `DataflowSchedule` runs."""
         code = compile_stage(self.step, plan.schedule, self.number == self.stages - 1)
-        error, gain = _errors(self.problem.graph, plan.schedule, _answers(self.step))
+        error, gain = _errors(self.problem.graph, plan.schedule, self.step)
         kept = self.problem.measured(plan).held.kept
         if not kept:
             check_crossing(code)
@@ -158,14 +158,11 @@ def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
     return max((torch.finfo(dtype).eps / 2 for dtype in moved), default=0.0)
 
 
-def _answers(step: CapturedStep) -> frozenset[str]:
-    return frozenset(inverse.name for inverse in step.inverses if isinstance(inverse.target, Handed))
-
-
-def _errors(graph: TrainingGraph, schedule: Schedule, answers: frozenset[str]) -> tuple[float, float]:
+def _errors(graph: TrainingGraph, schedule: Schedule, step: CapturedStep) -> tuple[float, float]:
     """Return the largest predicted relative error of the tensors that a schedule recovers, and by how much it grows per
-    error received. ``answers``: the inverses that receive tensors."""
+    error received."""
     exact = worst_error(graph, schedule)
+    answers = {inverse.name for inverse in step.inverses if isinstance(inverse.target, Handed)}
     noisy = replace(
         graph, inverses=tuple(replace(i, noise=SMALL) if i.name in answers else i for i in graph.inverses)
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from rematplan.ir import ModelError, Op, Tensor, TrainingGraph, first_line
-from rematplan.pipeline.captured_stages import StagePlace
+from rematplan.pipeline.captured_stages import StagePlace, stage_arguments
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
@@ -41,7 +41,9 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
     """Run the forward of a stage without gradients once, and return the stage with its memory; `ModelError` if it
     fails. Buffers and random states do not change."""
     device = stage.device
-    args, kwargs = pytree.tree_map(lambda one: _zeros(one, device), (stage.args, dict(stage.kwargs)))
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda one: one.detach().zero_(), stage_arguments(stage)
+    )
     buffers = {name: one.clone() for name, one in stage.module.named_buffers()}
 
     def forward() -> object:
@@ -77,9 +79,3 @@ def frozen_stage(number: int, stage: StageModule, template: StagePlan, place: St
         template=template,
     )
     return FrozenStage(stage, problem)
-
-
-def _zeros(like: object, device: torch.device) -> object:
-    if not isinstance(like, torch.Tensor):
-        return like
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()

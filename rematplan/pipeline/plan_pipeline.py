@@ -19,7 +19,7 @@ from rematplan.pipeline.rank_plans import (
     budget_bytes,
     captured_part,
     rank_plans,
-    rewritten_parts,
+    rewritten,
     stated_rank_plan,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
@@ -161,9 +161,9 @@ def plan_pipeline(
     pipe = captured_pipeline(model, args, kwargs, order, budgeted, cuts, asked, ranks, parallel, loss, plans)
     wanted = range(order.ranks) if ranks is None else sorted(set(ranks))
     if plans is None:
-        made = rank_plans(order, wanted, pipe.parts, pipe.budget, asked)
+        made = rank_plans(pipe, wanted, asked)
     else:
-        made = {rank: stated_rank_plan(order, rank, pipe.parts, pipe.budget, plans) for rank in wanted}
+        made = {rank: stated_rank_plan(pipe, rank, plans) for rank in wanted}
     return replace(pipe, ranks=made)
 
 
@@ -214,9 +214,7 @@ def captured_pipeline(
         steps = [part.step for part in parts.values() if isinstance(part, CapturedStage)]
         check_names(asked.policy, steps, type(model).__name__)
     amount = budget_bytes(stated, order, parts)  # a percentage refers to the step without splits
-    return Pipeline(
-        order, tuple(cuts), amount, rewritten_parts(order, wanted, parts, amount, asked, plans), {}
-    )
+    return rewritten(Pipeline(order, tuple(cuts), amount, parts, {}), wanted, asked, plans)
 
 
 def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:

@@ -12,13 +12,7 @@ from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
 from rematplan.pipeline.match_file_plans import stages_ops
-from rematplan.pipeline.schedules import (
-    ONE_STAGE,
-    SPLIT,
-    STAGES_A_RANK,
-    VIRTUAL,
-    schedule_named,
-)
+from rematplan.pipeline.schedules import ONE_STAGE, STAGES_A_RANK, VIRTUAL, schedule_named
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.pipeline.torch_memory import OPENING
 from rematplan.planner.core.effort import Effort
@@ -29,10 +23,9 @@ from rematplan.planner.pipeline.choose_cuts import RECOVERING, PipelineSearch, T
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_search import SHORTEST, StagePlanner
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
-from rematplan.planner.pipeline.timeline import Link
+from rematplan.planner.pipeline.timeline import FREE_LINK, Link
 from rematplan.plans.budgets import Budget
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
 AUTO = "auto"
 QUESTIONS = 48
@@ -53,21 +46,16 @@ class PipelineRequest:
     microbatches: int
     budget: Budget
     """Of each rank."""
-    cuts: tuple[str, ...] | None
-    """Names of the modules with which the second and each later stage begin; None: the search chooses."""
-    link: Link
-    """Between ranks."""
-    overhead: float
-    """Microseconds of an action in addition to its ops."""
-    optimizer: float
-    """The bytes of optimizer state ÷ those of trained parameters."""
     seconds: float
     """About how long the search may take."""
-
-
-def step_for(schedule: str, step: CapturedStep) -> CapturedStep:
-    """Return the captured step as a schedule runs it: with weight gradients apart if it computes them later."""
-    return with_separate_weights(step) if schedule in SPLIT else step
+    cuts: tuple[str, ...] | None = None
+    """Names of the modules with which the second and each later stage begin; None: the search chooses."""
+    link: Link = FREE_LINK
+    """Between ranks."""
+    overhead: float = 0.0
+    """Microseconds of an action in addition to its ops."""
+    optimizer: float = 0.0
+    """The bytes of optimizer state ÷ those of trained parameters."""
 
 
 def plan_stages(
@@ -152,7 +140,7 @@ def _search(
     # A percentage refers to the largest peak without recomputation, with the cuts of unlimited memory.
     ample = _terms(own, asked, AMPLE)
     search = PipelineSearch(own.chain, schedule, ample, AutoStages(), progress, least_kept=False)
-    amount = asked.budget.bytes(_largest_peak(search) if asked.budget.kind == "share" else 0, int)
+    amount = asked.budget.bytes(max(search.run().peaks) if asked.budget.kind == "share" else 0, int)
     if amount > AMPLE:
         raise UsageError(f"budget {asked.budget.text!r} is too large; a rank can have {show_bytes(AMPLE)}")
     return PipelineSearch(own.chain, schedule, _terms(own, asked, amount), AutoStages(), progress)
@@ -182,11 +170,6 @@ def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
     # A cut inside a reversible coupling would send a tensor from which inverses cannot recover the others.
     narrow = replace(chain, chain=replace(chain.chain, narrow=True))
     return narrow if len(narrow.chain.allowed()) >= stages - 1 else chain
-
-
-def _largest_peak(search: PipelineSearch) -> int:
-    """Run a search with an ample budget, and return the largest peak of a rank in its pipeline."""
-    return max(search.run().peaks)
 
 
 def _terms(chain: NamedChain, asked: PipelineRequest, budget: int) -> Terms:

@@ -9,8 +9,9 @@ from typing import Any
 from rematplan.ir import InfeasibleBudget, ModelError, UsageError
 from rematplan.pipeline.captured_stages import CapturedStage, StagePlace, captured_stage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
-from rematplan.pipeline.dataflow import DataflowPart, dataflow_part
-from rematplan.pipeline.frozen_stage import FrozenStage, frozen_stage
+from rematplan.pipeline.dataflow import dataflow_part
+from rematplan.pipeline.frozen_stage import frozen_stage
+from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
 from rematplan.planner.core.plan import Plan, ops_of_plan, plan_from_json
@@ -35,9 +36,6 @@ from rematplan.plans.splitting import (
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.loss_memory import LossMemory
-
-CapturedPart = CapturedStage | DataflowPart | FrozenStage
-"""A stage with its planning problem."""
 
 
 def captured_part(
@@ -104,113 +102,84 @@ def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Ca
     return int(stated.amount * max(peaks))
 
 
-def rank_plans(
-    order: PipelineSchedule,
-    ranks: Iterable[int],
-    parts: Mapping[int, CapturedPart],
-    budget: int,
-    asked: PlanOptions,
-) -> dict[int, RankPlan]:
-    """Return, by rank, plans of its stages within ``budget`` bytes.
+def rank_plans(pipe: Pipeline, ranks: Iterable[int], asked: PlanOptions) -> dict[int, RankPlan]:
+    """Return, by rank, plans of its stages within the budget.
 
     Dataflow plans keep no more than `starting_plans` between forward and backward, if several micro-batches
     are in flight.
     """
+    return plans_of_ranks(
+        lambda rank, most: _search(replace(pipe, budget=most), rank, asked), ranks, pipe.budget
+    )
 
-    return plans_of_ranks(lambda rank, most: _search(order, rank, parts, most, asked), ranks, budget)
 
-
-def _search(
-    order: PipelineSchedule,
-    rank: int,
-    parts: Mapping[int, CapturedPart],
-    budget: int,
-    asked: PlanOptions,
-) -> RankSearch:
+def _search(pipe: Pipeline, rank: int, asked: PlanOptions) -> RankSearch:
     """Return a search, not run yet, for plans of a rank's stages."""
-    problems = [parts[s].problem for s in order.stage_of_rank[rank]]
-    actions = order.actions[rank]
-    starts, kept = starting_plans(problems, actions) if order.name in CHANNELS else ([], [])
+    problems = [pipe.parts[s].problem for s in pipe.order.stage_of_rank[rank]]
+    actions = pipe.order.actions[rank]
+    starts, kept = starting_plans(problems, actions) if pipe.order.name in CHANNELS else ([], [])
     planner, effort = stage_planner(asked.strategy), common_effort(asked)
-    return RankSearch(problems, actions, budget, planner, effort, starts, kept)
+    return RankSearch(problems, actions, pipe.budget, planner, effort, starts, kept)
 
 
-def rewritten_parts(
-    order: PipelineSchedule,
+def rewritten(
+    pipe: Pipeline,
     ranks: Iterable[int],
-    parts: Mapping[int, CapturedPart],
-    budget: int,
     asked: PlanOptions,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
-) -> dict[int, CapturedPart]:
-    """Return the parts, with the ops of these ranks' stages split and fused as the options say; `UsageError` if a named
-    module has none to split. ``auto`` splits as in the stages' ``plans``, or if that is None, for ``budget`` bytes."""
-    changed = dict(parts)
+) -> Pipeline:
+    """Return the pipeline with the ops of these ranks' stages split and fused as the options say; `UsageError` if a
+    named module has none to split. ``auto`` splits as in the stages' ``plans``, or if that is None, for the budget."""
     for rank in ranks if asked.rewrites else ():
-        for number in order.stage_of_rank[rank]:
-            part = changed[number]
+        for number in pipe.order.stage_of_rank[rank]:
+            part = pipe.parts[number]
             if isinstance(part, CapturedStage):
                 planner, step = part.planner, part.original
                 if asked.split == AUTO_SPLIT and plans is not None:
                     found = split_as_planned(planner, step, ops_of_plan(plans.get(number)))
                 else:
-                    trials = _trials(order, rank, changed, number, budget, asked)
-                    found = split_as_asked(planner, step, trials)
+                    found = split_as_asked(planner, step, _trials(pipe, rank, number, asked))
                 found = planner.fused(found)
                 for note in found.notes:
                     LOG.info("%s", note)
-                changed[number] = part.rewritten(found.step) if found.notes else part
-    return changed
+                if found.notes:
+                    pipe = replace(pipe, parts={**pipe.parts, number: part.rewritten(found.step)})
+    return pipe
 
 
-def _trials(
-    order: PipelineSchedule,
-    rank: int,
-    parts: Mapping[int, CapturedPart],
-    number: int,
-    budget: int,
-    asked: PlanOptions,
-) -> SplitTrials:
+def _trials(pipe: Pipeline, rank: int, number: int, asked: PlanOptions) -> SplitTrials:
     """Return trials of splits in one stage of a rank, whose other stages stay as they are."""
     short = replace(asked, strategy=strategy_of_trials(asked))
 
     def trial(step: CapturedStep) -> SplitTrial:
-        part = parts[number]
+        part = pipe.parts[number]
         assert isinstance(part, CapturedStage)
         part = part.rewritten(step)
-        return trial_of_rank(part.problem.graph, _search(order, rank, {**parts, number: part}, budget, short))
+        search = _search(replace(pipe, parts={**pipe.parts, number: part}), rank, short)
+        return trial_of_rank(part.problem.graph, search)
 
-    return SplitTrials(budget, trial)
+    return SplitTrials(pipe.budget, trial)
 
 
-def stated_rank_plan(
-    order: PipelineSchedule,
-    rank: int,
-    parts: Mapping[int, CapturedPart],
-    budget: int,
-    plans: Mapping[int, Mapping[str, Any]],
-) -> RankPlan:
+def stated_rank_plan(pipe: Pipeline, rank: int, plans: Mapping[int, Mapping[str, Any]]) -> RankPlan:
     """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans; `UsageError` if a
     stage has none."""
-    mine = order.stage_of_rank[rank]
+    mine = pipe.order.stage_of_rank[rank]
     if missing := [s for s in mine if s not in plans]:
         raise UsageError(
             f"plans has no plan of stage {missing[0]}, which rank {rank} runs; it has plans of stages "
             f"{', '.join(map(str, sorted(plans))) or 'none'}"
         )
-    own = [plan_from_json(dict(plans[s]), parts[s].problem.graph) for s in mine]
-    return measured_rank_plan(order, rank, parts, budget, own)
+    own = [plan_from_json(dict(plans[s]), pipe.parts[s].problem.graph) for s in mine]
+    return measured_rank_plan(pipe, rank, own)
 
 
-def measured_rank_plan(
-    order: PipelineSchedule, rank: int, parts: Mapping[int, CapturedPart], budget: int, own: Sequence[Plan]
-) -> RankPlan:
+def measured_rank_plan(pipe: Pipeline, rank: int, own: Sequence[Plan]) -> RankPlan:
     """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``;
     `InfeasibleBudget` if the peak exceeds the budget."""
-    figures = tuple(
-        parts[s].problem.measured(plan) for s, plan in zip(order.stage_of_rank[rank], own, strict=True)
-    )
-    peak = rank_peak(order.actions[rank], figures)
-    if peak > budget:
-        raise InfeasibleBudget(f"rank {rank}", budget, peak)
+    mine = zip(pipe.order.stage_of_rank[rank], own, strict=True)
+    figures = tuple(pipe.parts[s].problem.measured(plan) for s, plan in mine)
+    peak = rank_peak(pipe.order.actions[rank], figures)
+    if peak > pipe.budget:
+        raise InfeasibleBudget(f"rank {rank}", pipe.budget, peak)
     return RankPlan(figures, tuple(own), peak, sum(one.times.extra for one in figures), 0.0)

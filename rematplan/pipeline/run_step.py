@@ -25,8 +25,8 @@ from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.rank_plans import CapturedPart, measured_rank_plan, rank_plans
-from rematplan.pipeline.runnable_pipeline import Pipeline
+from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plans
+from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -188,12 +188,12 @@ def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOpti
             else no_recompute(part.problem.graph)
             for number, part in parts
         ]
-        return measured_rank_plan(pipe.order, rank, pipe.parts, pipe.budget, own), ""
+        return measured_rank_plan(pipe, rank, own), ""
     except InfeasibleBudget as error:
         anew = f"with the file's plans its peak would be {show_bytes(error.smallest)}"
     except ProblemError as error:
         anew = str(error)
-    return rank_plans(pipe.order, [rank], pipe.parts, pipe.budget, asked)[rank], anew
+    return rank_plans(pipe, [rank], asked)[rank], anew
 
 
 def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup, get_backend, get_rank, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from rematplan.ir import UsageError, show_bytes
+from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.data_parallel import check_precision
 from rematplan.pipeline.dataflow import DataflowPart, dataflow_stages
-from rematplan.pipeline.rank_plans import CapturedPart
+from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline.actions import PipelineSchedule
@@ -37,6 +38,8 @@ TORCH_CLASSES: Mapping[str, str] = {
     "dualpipev": "ScheduleDualPipeV",
 }
 """For each schedule, its class in `torch.distributed.pipelining`."""
+CapturedPart = CapturedStage | DataflowPart | FrozenStage
+"""A stage with its planning problem."""
 
 
 @dataclass(frozen=True)

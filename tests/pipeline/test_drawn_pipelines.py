@@ -65,10 +65,10 @@ def planned(asked: dict[str, Any], percent: int) -> rematplan.Pipeline:
     options = PlanOptions(budget="min", strategy=ApproxDP(), costs="roofline")
     with patch.object(rank_search, "LIMITS", planned_tasks.FEW):
         try:
-            found = rank_plans(whole.order, range(RANKS), whole.parts, budget, options)
+            found = rank_plans(replace(whole, budget=budget), range(RANKS), options)
         except InfeasibleBudget as refused:
             budget = refused.smallest
-            found = rank_plans(whole.order, range(RANKS), whole.parts, budget, options)
+            found = rank_plans(replace(whole, budget=budget), range(RANKS), options)
     return replace(whole, budget=budget, ranks=found)
 
 

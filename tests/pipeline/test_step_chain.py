@@ -13,7 +13,6 @@ from rematplan.ir import ProblemError
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.match_file_plans import file_plan, stages_ops
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.planning import step_for
 from rematplan.pipeline.schedules import schedule_named
 from rematplan.pipeline.step_chain import named_chain
 from rematplan.planner.pipeline.auto_stages import AutoStages
@@ -24,6 +23,7 @@ from rematplan.plans.op_costs import priced
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.with_loss import with_loss
+from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
 
 def test_a_backward_op_is_in_its_modules_block_wherever_its_input_is_made() -> None:
@@ -61,7 +61,8 @@ def test_the_files_plan_of_each_stage_is_one_of_the_stage_that_a_rank_captures(s
     """Wherever the model is cut: each sum of gradients is in the stage in which autograd adds them."""
     model, order = Joined(), schedule_named(schedule, 2 if schedule == "gpipe" else 1, 4)
     module, batch = with_loss(model, (torch.randn(4, 8),), None, 0)
-    step = step_for(schedule, capture(module, batch, "net"))
+    step = capture(module, batch, "net")
+    step = with_separate_weights(step) if schedule == "zbv" else step
     chain = named_chain(step, priced(step, "roofline"))
     asked, inputs = PlanOptions(budget="min", costs="roofline"), (torch.randn(16, 8),)
     for cut in chain.chain.allowed():
