@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,20 +18,6 @@ LOW_RANK_SHARE = 8
 """A low-rank inverse of n rows has n ÷ 8 eigenvectors."""
 MORE_DAMPING = 10.0
 """The damping grows by this factor until the Cholesky factorisation succeeds."""
-
-
-class Inverse(Protocol):
-    """The inverse (F + λ I)⁻¹, or an approximation, in some form. Fields are tensors or tuples of tensors, so
-    it can be sent.
-    """
-
-    kind: ClassVar[str]
-    """The name of the form."""
-
-    def apply(self, x: Tensor) -> Tensor:
-        """Return the product (F + λ I)⁻¹ ``x`` for a Kronecker factor F of n rows and damping λ. ``x``: (…, n,
-        columns).
-        """
 
 
 @dataclass(frozen=True)
@@ -83,6 +69,8 @@ class Diagonal:
         return self.scales[..., None] * x
 
 
+Inverse: TypeAlias = Dense | Spectral | Diagonal
+"""The inverse (F + λ I)⁻¹, or an approximation. Its fields are tensors or tuples of them, so it can be sent."""
 Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 """A function from a factor F (…, n, n), the damping λ and the previous inverse (or None) to the inverse."""
 
@@ -152,7 +140,7 @@ _KINDS: Mapping[str, type[Any]] = {c.kind: c for c in (Dense, Spectral, Diagonal
 
 def saved(inverse: Inverse) -> dict[str, Any]:
     """Return an inverse as a dictionary of its fields and ``kind``, which `restored` reads."""
-    return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}  # type: ignore[arg-type]
+    return {"kind": inverse.kind} | {f.name: getattr(inverse, f.name) for f in fields(inverse)}
 
 
 def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
@@ -170,5 +158,5 @@ def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
 
 def inverse_bytes(inverse: Inverse) -> int:
     """Return the number of bytes of an inverse's tensors."""
-    parts = (getattr(inverse, f.name) for f in fields(inverse))  # type: ignore[arg-type]
+    parts = (getattr(inverse, f.name) for f in fields(inverse))
     return sum(t.nbytes for part in parts for t in (part if isinstance(part, tuple) else (part,)))

@@ -19,7 +19,8 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from rematplan.optim.assignment import FactorKey, FactorPart, by_factor, homes, owners
-from rematplan.optim.early_sums import EarlySums, Pending
+from rematplan.optim.communication import Exchange
+from rematplan.optim.early_sums import EarlySums
 from rematplan.optim.grid import Grid
 from rematplan.optim.inverse_routes import InverseRoutes
 from rematplan.optim.layer import Layer
@@ -29,8 +30,8 @@ Key = TypeVar("Key")
 ROWS = "(rows)"
 
 
-class Ranks:
-    """The implementation of `Exchange` for several processes: what K-FAC's processes send each other in a step.
+class Ranks(Exchange):
+    """What several processes of K-FAC send each other in a step.
 
     Args:
         group: the process group; None for all processes.
@@ -58,12 +59,12 @@ class Ranks:
         reduce_gradients: bool = True,
         early: bool = False,
     ) -> None:
+        super().__init__()
         self._grid = Grid(group, grad_workers)
         self.early, self._reduce = early, reduce_gradients
         # A separate group, since DistributedDataParallel communicates at the same time, in an order that may differ.
         self._early_group = self._grid.subgroup([range(self._grid.size)]) if early else None
         self._early_sums: EarlySums | None = None
-        self._layers: Mapping[str, Layer] = {}
         self._parts: Mapping[FactorPart, int] = {}  # the rank of the owner
         self._places: Mapping[str, int] = {}  # the positions of layers' workers in each block
         self._routes: InverseRoutes | None = None
@@ -113,9 +114,9 @@ class Ranks:
         assert self._early_sums
         self._early_sums.add(part, sums.to(self._dtype), step)
 
-    def _start(self, part: FactorPart, sums: Tensor) -> Pending:
+    def _start(self, part: FactorPart, sums: Tensor) -> distributed.Work:
         owner = self._grid.everywhere(self._parts[part])
-        started: Pending | None = self._grid.call(
+        started: distributed.Work | None = self._grid.call(
             distributed.reduce, sums, owner, group=self._early_group, async_op=True
         )
         assert started is not None  # this process is in the group

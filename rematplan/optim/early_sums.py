@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 from torch import Tensor
+from torch.distributed import Work
 
 from rematplan.optim.assignment import FactorPart
-
-
-class Pending(Protocol):
-    """A communication that has been started and may not be complete yet, such as ``torch.distributed.Work``."""
-
-    def wait(self) -> object:
-        """Wait until the communication is complete."""
 
 
 class EarlySums:
@@ -29,7 +22,7 @@ class EarlySums:
         self,
         parts: Mapping[FactorPart, Callable[[], Tensor]],
         owned: Collection[FactorPart],
-        start: Callable[[FactorPart, Tensor], Pending],
+        start: Callable[[FactorPart, Tensor], Work],
     ) -> None:
         # Zeros by part, parts whose sums come here, and the function that starts to add a vector into that of
         # the part's owner.
@@ -44,7 +37,7 @@ class EarlySums:
     def _clear(self) -> None:
         self._received: Counter[FactorPart] = Counter()
         self._sent = 0
-        self._started: list[tuple[FactorPart, Tensor, Pending]] = []
+        self._started: list[tuple[FactorPart, Tensor, Work]] = []
         self._sums: dict[FactorPart, Tensor] = {}
 
     def add(self, part: FactorPart, sums: Tensor, step: int) -> None:

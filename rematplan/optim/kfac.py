@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from rematplan.ir import UsageError
 from rematplan.optim.assignment import FactorPart
 from rematplan.optim.checkpoint import LAYERS, check_whole
-from rematplan.optim.communication import Alone, Exchange
+from rematplan.optim.communication import Exchange
 from rematplan.optim.factor_report import SideReport, rows_of
 from rematplan.optim.inversion_schedule import Refresh
 from rematplan.optim.layer import BOTH, Layer, layers_of
@@ -97,7 +97,7 @@ class KFAC(Optimizer):
         self._make_others = others
         self._others = others(theirs) if others is not None and theirs else None
         self._loss_scale = loss_scale if callable(loss_scale) else lambda: loss_scale
-        self._exchange: Exchange = exchange or Alone()
+        self._exchange = exchange or Exchange()
         self._exchange.assign(layers)
         self._refresh = Refresh(layers, self._exchange.owned(), self._options)
         self._clock, self._seen, self._met, self._said = 0, -1, set[str](), False
