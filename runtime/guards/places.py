@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 Attributes = Sequence[dict[str, Any]]
 """The ``__dict__`` of each module, each module once, in the order of `ModuleState.attributes`."""
@@ -21,16 +21,6 @@ def record_of(owner: Owner, attributes: Attributes) -> Any:
     """
     at, (name, *path) = owner
     return reduce(getattr, path, attributes[at][name])
-
-
-class Place(Protocol):
-    """A namespace in which a forward found values, so that a guard can look the values up again."""
-
-    def find(self, attributes: Attributes) -> Any:
-        """Return the namespace as it is now, as an object that is indexed by names.
-
-        ``attributes``: the ``__dict__`` of each module, by position.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +73,16 @@ class Answers:
     owner: Owner
     """The position of a module, and the attributes that lead from it to the record."""
 
-    def find(self, attributes: Attributes) -> Asked:
+    def find(self, attributes: Attributes) -> Any:
         """Return the record, wrapped so that indexing it by a name reads the attribute of that name.
 
         ``attributes``: the ``__dict__`` of each module, by position.
         """
         return Asked(record_of(self.owner, attributes))
+
+
+Place: TypeAlias = Fixed | Attribute | Buffers | Answers
+"""A namespace in which a forward found values. Its ``find`` returns it as it is now, indexed by names."""
 
 
 class Asked:
