@@ -1,63 +1,23 @@
-"""Laws of a planned module's state: what a loop changes on it, hangs on it, copies of it or asks of its graph twice
-does what it does to the model."""
+"""Laws of a planned module's state: what a loop changes on it, hangs on it or asks of its graph twice does what it does
+to the model."""
 
 import copy
 import gc
-import inspect
-import math
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import product
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from same_bits import SETTINGS, X, equal_after, planned_and_plain, saved
+from same_bits import SETTINGS, X, equal_after, planned_and_plain
+from stateful_models import net, step
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
-from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
-
-
-class Settings:
-    """A record that modules read."""
-
-    def __init__(self) -> None:
-        self.scale, self.step = 2.0, 0
-
-
-class Net(nn.Module):
-    """Reads attributes of its own, of a record and of its parts."""
-
-    def __init__(self, settings: Settings | None = None) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
-        self.drop, self.norm = nn.Dropout(0.1), nn.BatchNorm1d(16)
-        self.temperature, self.unread = 1.0, 0
-        self.mask, self.settings = torch.ones(16), settings or Settings()
-        self.recent = deque([1.0, 2.0])
-        self.shape, self.weights, self.shift = (16,), {"masks": [2.0, torch.ones(())]}, 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.norm(self.body(x))) * self.mask * self.recent[0]
-        y = y * math.prod(self.weights["masks"]) + torch.full(self.shape, self.shift).element_size()
-        return torch.tanh(y * self.settings.scale / self.temperature)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net()
-
-
-def step(model: nn.Module) -> None:
-    model(X).pow(2).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -249,119 +209,6 @@ def test_threads_may_evaluate_while_another_plans() -> None:
         y = planned(X[:3])
         assert torch.equal(meanwhile[0].result(), plain(X))
     assert torch.equal(y, plain(X[:3]))
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved])
-def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) -> None:
-    planned, plain = planned_and_plain(net())
-    inner = copied(nn.Sequential(copied(planned)))
-    assert type(inner[0]) is type(planned)
-    equal_after(step, inner, nn.Sequential(plain))
-    assert inner[0].plan.schedule == planned.plan.schedule
-    if copied is not copy.copy:
-        assert all(p is not q for p, q in zip(inner.parameters(), planned.parameters(), strict=True))
-
-
-def test_a_copy_that_has_no_plan_yet_says_so() -> None:
-    planned, _ = planned_and_plain(net())
-    copied = saved(planned)
-    for front, attribute in product((copied, rematplan.planning(copied)), ("plan", "source")):
-        with pytest.raises(UsageError, match=r"^Net has no plan yet; .*prepare"):
-            getattr(front, attribute)
-    assert copied.plans == ()
-    assert copied.prepare(X).plan
-
-
-def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
-    planned, plain = planned_and_plain(net())
-    assert inspect.signature(planned.forward) == inspect.signature(plain.forward)
-
-    def use(model: nn.Module) -> None:
-        inner = model.forward
-        model.forward = lambda x: inner(x) * 3
-        step(model)
-
-    equal_after(use, planned, plain)
-    twice = net()
-    inner = twice.forward
-    twice.forward = lambda x: inner(x) * 3
-    planned = rematplan.plan_module(twice, (X,), **SETTINGS)
-    plain.zero_grad()
-    plain.load_state_dict(twice.state_dict())
-    equal_after(step, planned, plain)
-
-
-def test_a_replaced_forward_that_bypasses_the_plan_causes_a_warning() -> None:
-    planned, _ = planned_and_plain(net())
-    planned.forward = lambda x: planned.body(x)
-    with pytest.warns(UserWarning, match="has no plan and may exceed the budget") as said:
-        step(planned)
-    assert said[0].filename == __file__
-    with pytest.raises(ModelError, match="replaced since"):
-        rematplan.plan_module(planned, (X,), **SETTINGS)
-    del planned.forward
-    with warnings.catch_warnings(action="error"):
-        step(rematplan.plan_module(planned, (X,), **SETTINGS))
-
-
-def test_a_planned_forward_in_another_thread_does_not_hide_one_that_bypasses_the_plan() -> None:
-    planned, _ = planned_and_plain(net())
-    other, _ = planned_and_plain(net())
-    step(other)
-    begun, done = Event(), Event()
-
-    def run_other() -> None:
-        assert begun.wait(60)
-        step(other)
-        done.set()
-
-    def past_the_plan(x: Tensor) -> Tensor:
-        begun.set()
-        assert done.wait(60)
-        return planned.body(x)
-
-    planned.forward = past_the_plan
-    with ThreadPoolExecutor(1) as pool:
-        ran = pool.submit(run_other)
-        with pytest.warns(UserWarning, match="has no plan and may exceed the budget"):
-            step(planned)
-        ran.result()
-
-
-def test_a_planned_part_that_the_new_forward_calls_is_enough() -> None:
-    planned, _ = planned_and_plain(net())
-    part = rematplan.plan_module(planned.body, (X,), **SETTINGS)
-    planned.forward = lambda x: part(x)
-    with warnings.catch_warnings(action="error"):
-        step(planned)
-
-
-class Wrapped(Net):
-    """As a library leaves it that wraps the forward: another stands there, the former one is an attribute."""
-
-    def wrap(self) -> None:
-        self.inner = self.forward
-        self.forward = self.tripled
-
-    def tripled(self, x: Tensor) -> Tensor:
-        return self.inner(x) * 3
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved])
-def test_copies_have_what_replaced_the_forward(copied: Callable[[nn.Module], nn.Module]) -> None:
-    planned, plain = planned_and_plain(Wrapped())
-    planned.wrap()
-    plain.wrap()
-    equal_after(step, copied(planned), copied(plain))
-
-
-def test_planned_modules_inside_of_what_is_planned() -> None:
-    model = nn.Sequential(net(), net())
-    plain = copy.deepcopy(model)
-    model[0] = rematplan.plan_module(model[0], (X,), **SETTINGS)
-    planned = rematplan.plan_module(rematplan.plan_module(model, (X,), **SETTINGS), (X,), **SETTINGS)
-    equal_after(step, planned, plain)
-    assert str(type(planned)) == str(nn.Sequential)
 
 
 def twice_kept(model: nn.Module) -> list[Tensor]:

@@ -2,26 +2,22 @@
 that shape by itself, and a planned module follows eager mode bit by bit; what depends on a size is captured by itself.
 """
 
-import gc
 import math
 import re
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from open_models import WIDTH, Of, mlp, sequence, step_of
 from same_bits import equal_after, planned_and_plain
 from torch import Tensor, nn
-from torch.export import Dim
 from torch.nn import functional as F
 
 import rematplan
-from rematplan import UsageError
-from rematplan.module import shape_options
 from rematplan.module.matching_names import names_of
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
@@ -33,20 +29,7 @@ from rematplan.runtime.symbols.full_slices import without_full_slices
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.symbolic_step import OpenStep
 
-WIDTH = 8
-
-
-class Of(nn.Module):
-    """A forward as a function of the module, whose parts are ``parts``, its weight ``w``, and the inputs."""
-
-    def __init__(self, forward: Callable[..., Any], *parts: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts, self.function = nn.ModuleList(parts), forward
-        self.w = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, *x: Tensor) -> Any:
-        return self.function(self, *x)
+pytestmark = pytest.mark.usefixtures("same_draws")
 
 
 def attention(model: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -60,15 +43,6 @@ def images() -> nn.Module:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, WIDTH, 3, padding=1)
     return nn.Sequential(conv, nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(WIDTH, 4, 3))
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, WIDTH))
-
-
-def sequence(b: int, t: int) -> tuple[Tensor, ...]:
-    return (torch.randn(b, t, WIDTH),)
 
 
 def masked(b: int, t: int) -> tuple[Tensor, ...]:
@@ -178,6 +152,8 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     ),
 }
 """Models that capture with open sizes, with batches for two sizes."""
+
+
 FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a root": (
         lambda: Of(lambda m, x: (x * m.w) / math.sqrt(x.shape[1])),
@@ -198,11 +174,6 @@ FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "NumPy": (lambda: Of(lambda m, x: (x * m.w) / float(np.log(x.shape[1]))), "NumPy"),
 }
 """Models of which some size has to be known, and what the stats say of it."""
-
-
-@pytest.fixture(autouse=True)
-def same_draws() -> None:
-    torch.manual_seed(1)
 
 
 def opened(model: nn.Module, batch: tuple[Tensor, ...]) -> OpenStep:
@@ -251,7 +222,7 @@ def test_what_depends_on_a_size_is_captured_by_itself_and_says_why(name: str) ->
     planned, plain = planned_and_plain(make(), *sequence(3, 6))
     for sizes in ((3, 6), (2, 7), (3, 8), (2, 9), (3, 6)):
         batch = sequence(*sizes)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     stats = rematplan.planning(planned).stats()
     assert stats.captures + stats.instances == 4
     assert any(_found(reason, one) for one in stats.reasons), stats.reasons
@@ -262,20 +233,13 @@ def test_where_some_size_cannot_be_symbolic_those_that_vary_are(name: str) -> No
     planned, plain = planned_and_plain(FIXED[name][0](), *sequence(3, 6))
     for sizes in ((3, 6), (2, 6), (5, 6), (4, 6), (4, 9), (2, 9), (7, 6)):
         batch = sequence(*sizes)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     stats = rematplan.planning(planned).stats()
     assert (stats.captures, stats.open_captures, stats.instances) == (3, 1, 4)
 
 
 def _found(reason: str, text: str) -> bool:
     return any(re.search(part, text) for part in reason.split("|"))
-
-
-def _step(model: nn.Module, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    model.zero_grad()
-    out = model(*batch)
-    out.pow(2).sum().backward()
-    return [out.detach()]
 
 
 SIZES = st.lists(
@@ -294,7 +258,7 @@ def test_each_shape_follows_eager_mode(name: str, shapes: list[tuple[int, int]],
     planned, plain = planned_and_plain(make().train(training), *inputs(*shapes[0]))
     for sizes in (*shapes, shapes[0]):
         batch = inputs(*sizes)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
 
 
 def test_the_features_of_a_recurrent_layer_are_served_for_each_number_of_samples() -> None:
@@ -302,7 +266,7 @@ def test_the_features_of_a_recurrent_layer_are_served_for_each_number_of_samples
     planned, plain = planned_and_plain(model, *sequence(2, 3))
     for rows in (4, 3, 5):
         batch = sequence(rows, 3)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     assert rematplan.planning(planned).stats().captures == 1
 
 
@@ -311,7 +275,7 @@ def test_the_expanded_gradient_of_a_loss_of_one_feature_has_the_strides_of_a_num
     planned, plain = planned_and_plain(model, *sequence(2, 3))
     for rows in (4, 4, 3, 3, 5, 5):
         batch = sequence(rows, 3)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     stats = rematplan.planning(planned).stats()
     assert (stats.open_captures, stats.reasons) == (1, ())
 
@@ -322,7 +286,7 @@ def test_a_gradient_that_nothing_needs_has_no_layout_to_check() -> None:
     planned, plain = planned_and_plain(model, torch.randn(2, 1, 16, 16))
     for samples, side in ((3, 16), (4, 24)):
         batch = (torch.randn(samples, 1, side, side),)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     assert rematplan.planning(planned).stats().open_captures == 1
 
 
@@ -333,7 +297,7 @@ def test_sizes_that_the_model_refuses_do_not_end_captures_with_open_sizes() -> N
         planned(*sequence(4, 1))
     for sizes in ((4, 5), (3, 4)):
         batch = sequence(*sizes)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     assert rematplan.planning(planned).stats().reasons == ()
 
 
@@ -342,7 +306,7 @@ def test_sizes_that_are_equal_by_accident_stay_apart() -> None:
     planned, plain = planned_and_plain(OPEN["all pairs"][0](), *sequence(2, 5))
     for sizes in ((WIDTH, WIDTH), (3, WIDTH), (WIDTH, 3), (4, 6)):
         batch = sequence(*sizes)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     stats = rematplan.planning(planned).stats()
     assert (stats.captures, stats.open_captures, stats.instances, stats.reasons) == (1, 1, 4, ())
 
@@ -353,7 +317,7 @@ def test_parts_of_larger_tensors_are_served_and_shared_memory_is_not() -> None:
     )
     data = torch.randn(40, 5, WIDTH)
     for batch in ((data[3:6], data[6:9].clone()), (data[30:34], data[:4].clone()), (data[:6], data[10:16])):
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     assert "share" in rematplan.planning(planned).stats().reasons[0]
 
 
@@ -382,119 +346,4 @@ def test_a_decision_by_values_is_taken_anew_at_each_shape() -> None:
     ):
         x, mask = masked(*sizes)
         batch = x, mask & (not all_false)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
-
-
-def test_sizes_outside_their_range_are_refused_and_the_capture_is_made_before_training() -> None:
-    ranges = {"input": {0: Dim("rows", min=1, max=9)}}
-    planned, plain = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=ranges)
-    before = rematplan.planning(planned).stats()
-    assert (before.captures, before.open_captures) == (1, 1)
-    for rows in (9, 2, 5):
-        batch = (torch.randn(rows, WIDTH),)
-        equal_after(lambda model, batch=batch: _step(model, batch), planned, plain)
-    assert rematplan.planning(planned).stats().captures == 1
-    with pytest.raises(UsageError, match="input has size 10 in dimension 0; dynamic_shapes allows 1 to 9"):
-        planned(torch.randn(10, WIDTH))
-
-
-def test_dimensions_may_have_any_size_or_one() -> None:
-    for free in (
-        {"input": {0: Dim.AUTO}},
-        {"input": None},
-        ({0: Dim("rows")},),
-        {"input": (Dim.DYNAMIC, None)},
-    ):
-        planned, _ = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=free)
-        planned(torch.randn(6, WIDTH)).sum().backward()
-    planned, _ = planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes={"input": {0: Dim.STATIC}})
-    with pytest.raises(UsageError, match="input has size 6 in dimension 0; dynamic_shapes allows 4 to 4"):
-        planned(torch.randn(6, WIDTH))
-
-
-class Sum(nn.Linear):
-    """A layer of two inputs of equal numbers of rows."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x).sum(0) + y.sum(0)
-
-
-def test_one_dim_in_two_arguments_states_equal_sizes() -> None:
-    model, rows = Sum(WIDTH, WIDTH), Dim("rows", min=2, max=9)
-    inputs = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    planned, _ = planned_and_plain(model, *inputs, dynamic_shapes=({0: rows}, {0: rows}))
-    planned(torch.randn(6, WIDTH), torch.randn(6, WIDTH)).sum().backward()
-    with pytest.raises(UsageError, match="rows is 6 in dimension 0 of x and 5 in dimension 0 of y; "):
-        planned(torch.randn(6, WIDTH), torch.randn(5, WIDTH))
-
-
-ROWS = Dim("rows", min=1, max=9)
-
-
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"other": {0: ROWS}}, "no argument other"),
-        ({"input": {2: ROWS}}, "no dimension 2"),
-        (({2: ROWS},), "no dimension 2"),
-        ({"input": {0: ROWS, 1: ROWS}}, "rows is 4 in dimension 0 of input and 8 in dimension 1 of input; "),
-        ({"input": {0: (1, 9)}}, r"dimension 0 of input has \(1, 9\); write"),
-        ({"input": {0: Dim.AUTO(min=1, max=9)}}, "dimension 0 of input has .*; write"),  # type: ignore[operator]
-        ({"input": 7}, "input has 7; write"),
-        ({"input": {0: 3 * ROWS}}, "has size 4 in dimension 0; dynamic_shapes allows 3 to 27 in steps of 3"),
-        ({"input": {0: Dim("rows", min=5, max=9)}}, "has size 4"),
-        ({"input": {0: 5}}, "has size 4 in dimension 0; dynamic_shapes allows 5 to 5"),
-    ],
-)
-def test_ranges_that_make_no_sense_are_refused(ranges: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        planned_and_plain(mlp(), torch.randn(4, WIDTH), dynamic_shapes=ranges)
-
-
-def test_many_lengths_leave_a_bounded_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_options, "MAX_PLANS", 5)
-    options = {"strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
-    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH), **options)
-    runner = cast(Any, planned)._rematplan
-    alive = []
-    for rows in (*range(2, 16), 15, 2):
-        planned(torch.randn(rows, WIDTH)).sum().backward()
-        alive.append(weakref.ref(runner.last))
-    gc.collect()
-    stats = rematplan.planning(planned).stats()
-    assert (stats.plans, stats.captures, stats.open_captures) == (5, 1, 1)
-    assert stats.dropped == stats.captures + stats.instances - stats.plans
-    assert sum(ref() is not None for ref in alive) <= 7  # the last one was used twice
-    assert len(runner.plans.recent._used) <= 5
-
-
-def test_many_ranges_of_lengths_leave_a_bounded_number_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that repeats an op by a quotient of its length has a capture for each range of lengths."""
-    monkeypatch.setattr(shape_options, "MAX_PLANS", 3)
-    model = Of(lambda m, x: (x * m.w)[(None,) * (x.shape[1] // 20 + 1)].sum(0))
-    options = {"strategy": "store_all", "budget": "1GiB", "costs": "roofline"}
-    planned, plain = planned_and_plain(model, *sequence(2, 2), **options)
-    captures = cast(Any, planned)._rematplan.captures
-    alive: list[weakref.ref[Any]] = []
-    for length in (n for begin in range(0, 100, 20) for n in (begin + 2, begin + 9, begin + 5)):
-        batch = sequence(2, length)
-        equal_after(lambda m, batch=batch: _step(m, batch), planned, plain)
-        kept = [forward for kind in captures.shapes.values() for forward in kind.forwards]
-        assert len(kept) <= 3
-        alive += [weakref.ref(one) for one in kept if all(ref() is not one for ref in alive)]
-    del kept
-    gc.collect()
-    stats = rematplan.planning(planned).stats()
-    assert (stats.open_captures, len(alive), stats.reasons) == (5, 5, ())
-    assert sum(ref() is not None for ref in alive) == 3
-
-
-def test_the_plans_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_options, "MAX_PLANS", 2)
-    planned, _ = planned_and_plain(mlp(), torch.randn(2, WIDTH))
-    used = {}
-    for rows in (2, 3, 2, 4):
-        planned(torch.randn(rows, WIDTH))
-        used[rows] = planned._rematplan.last  # type: ignore[attr-defined]
-    kept = planned._rematplan.plans.all()  # type: ignore[attr-defined]
-    assert [one is used[2] or one is used[4] for one in kept] == [True, True]
+        equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
