@@ -1,19 +1,18 @@
 """The compiled plans of a module, and which of them is valid for a call.
 
-The key of an entry (`plan_key`) covers arguments, modes and structure; its guard covers state and values that the
+The key of an entry (`Tracing.key`) covers arguments, modes and structure; its guard covers state and values that the
 traced forward read; `CacheEntry.fitting` covers gradients of earlier steps.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from rematplan.module.forward_capture import Tracing
 from rematplan.module.least_recently_used import Recent
 from rematplan.module.plan_swaps import Running
 from rematplan.module.steps import Steps
@@ -22,7 +21,6 @@ from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
 from rematplan.runtime.execute.compiled_plan import CompiledPlan
-from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.statistics.insert import StatisticsStep
 
@@ -68,17 +66,6 @@ class CacheEntry:
         """The compiled form of `plan`."""
         return self.running.compiled
 
-    @property
-    def captured(self) -> CapturedStep:
-        """The captured step before planning. It takes only those gradients of outputs (tangents) that a training loop
-        is expected to supply."""
-        return self.steps.captured
-
-    @property
-    def whole(self) -> CapturedStep:
-        """The captured step before planning. It takes the gradients of all outputs (tangents)."""
-        return self.steps.whole
-
     @cached_property
     def targets(self) -> dict[str, str]:
         """By name in the model, the name in the step of each parameter that gets a gradient."""
@@ -118,15 +105,8 @@ class CacheEntry:
             del self.with_gradients[key]
 
 
-def plan_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> Hashable:
-    """Return what a plan belongs to apart from values of tensors: the arguments' structure, shapes, types,
-    constants, modes, the module's structure."""
-    return guards.call_key(leaves, spec), state.key
-
-
 class CachedPlans:
-    """The entries of a planned module by `plan_key`, for calls without statistics and earlier gradients; each has
-    those with them."""
+    """The entries of a planned module by `Tracing.key`, for plain calls, each with its others."""
 
     def __init__(self, limit: int) -> None:
         self.recent = Recent(limit)
@@ -135,16 +115,10 @@ class CachedPlans:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def valid(
-        self,
-        key: Hashable,
-        state: guards.ModuleState,
-        tensors: Sequence[torch.Tensor],
-        assumed: tuple[bool, ...],
-    ) -> CacheEntry | None:
+    def valid(self, call: Tracing) -> CacheEntry | None:
         """Return the entry with the call's key whose guard holds, or None."""
-        known = self._entries.get(key, ())
-        return next((one for one in known if one.guard.holds(state, tensors, assumed)), None)
+        known = self._entries.get(call.key, ())
+        return next((one for one in known if one.guard.holds(call.state, call.tensors, call.assumed)), None)
 
     def put_first(self, entry: CacheEntry) -> None:
         """Let later calls try the entries for the forward of ``entry`` before others of the same key."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.module.cached_plans import CacheEntry, plan_key
+from rematplan.module.cached_plans import CacheEntry
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Tracing
 from rematplan.module.plan_swaps import Running
@@ -44,22 +44,18 @@ MANY_SIZES = 4 * MANY
 class ReadyCapture:
     """A capture for a call that was made before the module is planned.
 
-    ``key``: the call's key (`plan_key`). ``found``: the capture.
+    ``key``: the call's (`Tracing.key`). ``found``: the capture.
     """
 
     key: Hashable
     found: Found
 
-    @staticmethod
-    def of(tracing: Tracing, found: Found) -> ReadyCapture:
-        """Return the capture ``found``, which ``tracing`` made, with the key of its call."""
-        return ReadyCapture(plan_key(tracing.leaves, tracing.spec, tracing.state), found)
-
     def serves(self, tracing: Tracing) -> bool:
         """Return whether the capture is valid for a call: the call has the same key, and everything that the traced
         forward read is unchanged."""
-        same = self.key == plan_key(tracing.leaves, tracing.spec, tracing.state)
-        return same and self.found.guard.holds(tracing.state, tracing.batch, tracing.assumed)
+        return self.key == tracing.key and self.found.guard.holds(
+            tracing.state, tracing.batch, tracing.assumed
+        )
 
 
 @dataclass
@@ -188,7 +184,7 @@ class Captures:
                 if found is not None:
                     running = _running(found, plans, instance, entry.steps)
                     return replace(entry, running=running, carried=True, with_gradients={})
-        made = planner.with_gradients(entry.captured, plan, held, names)
+        made = planner.with_gradients(entry.steps.captured, plan, held, names)
         if made is None:
             return entry
         if learn and made.spare and made.problem:
@@ -232,7 +228,7 @@ def capture_call(
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
         tracing = Tracing.of(model, args, kwargs, name)
         found = Captures(tracing.name, most=1).captured(tracing)
-        return ReadyCapture.of(tracing, found), with_expected_tangents(found.step)
+        return ReadyCapture(tracing.key, found), with_expected_tangents(found.step)
 
 
 def _learn(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,6 +76,16 @@ class Tracing:
         assert state is not None
         return Tracing(name or type(model).__name__, Original(model, model.forward), leaves, spec, state)
 
+    @cached_property
+    def key(self) -> Hashable:
+        """What a plan belongs to apart from values of tensors: arguments' structure, shapes, types and modes."""
+        return guards.call_key(self.leaves, self.spec), self.state.key
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, in order."""
+        return tensors_in(self.leaves)
+
     @property
     def model(self) -> nn.Module:
         """The model whose forward is traced."""
@@ -84,7 +94,7 @@ class Tracing:
     @cached_property
     def batch(self) -> list[torch.Tensor]:
         """The tensors among the arguments, in order, detached from the autograd graph."""
-        return [t.detach().requires_grad_(t.requires_grad) for t in tensors_in(self.leaves)]
+        return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
     def check(self) -> None:
         """Refuse a model or arguments that cannot be planned, and warn of hooks on submodules, which run only while
@@ -95,9 +105,7 @@ class Tracing:
                 raise ModelError(
                     f"{self.name}: {name} is on the meta device, without data; plan and call it where it trains"
                 )
-        check_dense(
-            (*self.state.named.values(), *tensors_in(self.leaves)), f"{self.name} has, or is called with,"
-        )
+        check_dense((*self.state.named.values(), *self.tensors), f"{self.name} has, or is called with,")
         check_no_hidden_tensors(self.leaves, f"{self.name} is called with")
         names = hooked(self.model)
         if names:

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.ir import ModelError, NoGradients
 from rematplan.module.budget_warnings import BudgetWarnings
-from rematplan.module.cached_plans import CachedPlans, CacheEntry, plan_key
+from rematplan.module.cached_plans import CachedPlans, CacheEntry
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.existing_gradients import existing_gradients, gradient_storage
@@ -83,8 +83,7 @@ class Runner:
         self.untrained: deque[Hashable] = deque(maxlen=asked.max_plans)
         """The latest kinds of calls of which no output depends on a trainable parameter."""
         self.prepared: tuple[Hashable, list[torch.Size]] | None = None
-        """The key (`plan_key`) and the shapes of the first call for which a plan was made without running it; None once
-        a step has run."""
+        """Key and shapes of the first call for which a plan was made without running it; None once a step ran."""
         self.deferred: Deferred = []
         """The backwards whose weight gradients are not computed yet, in their order, whatever plan they follow."""
         self.tree: guards.ModuleTree | None = None
@@ -130,24 +129,23 @@ class Runner:
             return self._unplanned(original, args, kwargs)
         check_saved_tensors_hooks(self.name)
         self.unplanned.begin_planned_call()
+        call = Tracing(self.name, original, leaves, spec, state)
         if self.prepared is not None:
-            self._begin_training(leaves, spec, state)
+            self._begin_training(call)
         measures = False
         if self.recorder:
-            entry = self._entry(original, leaves, spec, state)
-            measures = self._takes_statistics(self.recorder, entry, state)
-        assumed: tuple[bool, ...] = ()
+            measures = self._takes_statistics(self.recorder, self._entry(call), state)
         while True:
             try:
-                entry, flat = self._executed(original, leaves, spec, state, measures, assumed)
+                entry, flat = self._executed(call, measures)
                 break
             except NoGradients:
                 return self.run_untrained(original, args, kwargs)
             except OtherResults as other:
                 self._distrust(other)
             except guards.OtherOutcome as other:
-                assumed = other.outcomes
-        if assumed:
+                call = replace(call, assumed=other.outcomes)
+        if call.assumed:
             with LOCK.alone():
                 self.plans.put_first(entry)
         places: dict[type, Any] = {ResultTensor: flat, ArgumentLeaf: leaves, ModuleTensor: state.named}
@@ -188,34 +186,24 @@ class Runner:
         what = f"a call of {self.name}"
         return self.unplanned.tell(original.model, what, call) if self.untrained else call()
 
-    def _executed(
-        self,
-        original: Original,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        state: guards.ModuleState,
-        measures: bool,
-        assumed: tuple[bool, ...],
-    ) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
-        """Run the forward half of a plan, which computes statistics if ``measures``. Return its entry and the
-        forward's tensors."""
-        tensors = tensors_in(leaves)
-        entry = self._entry(original, leaves, spec, state, assumed)
+    def _executed(self, call: Tracing, measures: bool) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
+        """Run the forward of a plan, with statistics if ``measures``. Return its entry and the forward's tensors."""
+        entry = self._entry(call)
         if measures and self.recorder:
             entry = self._measured(entry, self.recorder)
-        entry = self._with_gradients(entry, state, tensors)
+        entry = self._with_gradients(entry, call)
         failed = entry.compiled.first_runs.failed
         if failed and not failed.ops <= self.distrusted:
             raise failed
         if entry.running.refinement is not None:
-            self._exchange(entry, state)
+            self._exchange(entry, call.state)
         bounded = self.planner.bounds_one_call
         if held := sum(w.compiled.held_bytes for w in self.plans.all()):
             self.warnings.pending(entry.plan, held, of_part=not bounded)
         sink = self.recorder.sink(entry.statistics) if self.recorder else None
         flat = entry.compiled(
-            state.named,
-            tensors,
+            call.state.named,
+            call.tensors,
             lambda arrived: self._with_tangents(entry, arrived).compiled,
             sink,
             self.deferred,
@@ -258,15 +246,15 @@ class Runner:
             if entry.running.improved:
                 entry.swap_plan()
 
-    def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
+    def _begin_training(self, call: Tracing) -> None:
         """If a percentage was fixed for this first step's shapes, but other types, modes or layouts, drop the plans,
         and let it refer to this step."""
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
         # A step of other shapes does not count: its batch may be a small one.
-        if planner is None or prepared is None or prepared[1] != _shapes(leaves):
+        if planner is None or prepared is None or prepared[1] != _shapes(call):
             return
-        if prepared[0] != plan_key(leaves, spec, state):
+        if prepared[0] != call.key:
             with LOCK.alone():
                 self.planner, self.plans = planner, CachedPlans(self.asked.max_plans)
                 self.captures = replace(self.captures.copy(with_shapes=False), ready=())
@@ -283,20 +271,17 @@ class Runner:
                 self._measured(entry, self.recorder)
 
     def _note_prepared(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, spec = flattened_call(args, kwargs)
-        self.prepared = (
-            plan_key(leaves, spec, self._state(original)),
-            _shapes(leaves),
-        )
+        call = self._tracing(original, args, kwargs)
+        self.prepared = call.key, _shapes(call)
 
     def captured(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[ReadyCapture, CapturedStep]:
         """Return the capture for these arguments, and its step as it is planned without statistics."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            tracing = Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
+            tracing = self._tracing(original, args, kwargs)
             found = self.captures.captured(tracing)
-            return ReadyCapture.of(tracing, found), with_expected_tangents(found.step, self.arrived)
+            return ReadyCapture(tracing.key, found), with_expected_tangents(found.step, self.arrived)
 
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]
@@ -309,20 +294,21 @@ class Runner:
         if not entry.measured:
             with LOCK.alone():
                 if not entry.measured:
-                    found = with_statistics(entry.whole, recorder.options, recorder.draws)
+                    found = with_statistics(entry.steps.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
                     first = not any(w.measured for w in self.plans.plain())
                     made = self.planner.plan(captured, first=first)
-                    again = entry.planned_again(made, Steps.of(entry.whole, captured), statistics=found)
+                    again = entry.planned_again(made, Steps.of(entry.steps.whole, captured), statistics=found)
                     entry.measured.append(again)
         self.last = entry.measured[0]
         return self.last
 
     def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
-        """Return the entry for these arguments whose guard holds; if there is none, capture, plan and compile the
-        step."""
-        leaves, spec = flattened_call(args, kwargs)
-        return self._entry(original, leaves, spec, self._state(original))
+        """Return the valid entry for these arguments; if there is none, capture, plan and compile the step."""
+        return self._entry(self._tracing(original, args, kwargs))
+
+    def _tracing(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracing:
+        return Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
 
     def _state(self, original: Original) -> guards.ModuleState:
         module = original.model
@@ -334,46 +320,35 @@ class Runner:
         assert state is not None
         return state
 
-    def _entry(
-        self,
-        original: Original,
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        state: guards.ModuleState,
-        assumed: tuple[bool, ...] = (),
-    ) -> CacheEntry:
+    def _entry(self, call: Tracing) -> CacheEntry:
         """Return the valid plan for a call, which is captured and planned now if there is none."""
         if parametrizations_are_cached() and any(
-            "parametrizations" in a["_modules"] for a in state.attributes
+            "parametrizations" in a["_modules"] for a in call.state.attributes
         ):
             raise ModelError(
                 f"{self.name} is called in torch.nn.utils.parametrize.cached(), which shares tensors between calls; a "
                 f"planned step computes them in each call; leave that block, or enter it inside the forward"
             )
-        key, tensors = plan_key(leaves, spec, state), tensors_in(leaves)
         with LOCK.shared():
-            found = self.plans.valid(key, state, tensors, assumed)
+            found = self.plans.valid(call)
         if found is None:
             with LOCK.alone():  # another thread may have made it meanwhile
-                found = self.plans.valid(key, state, tensors, assumed)
+                found = self.plans.valid(call)
                 if found is None:
-                    tracing = Tracing(self.name, original, leaves, spec, state, assumed)
-                    found = self._new(key, tracing)
+                    found = self._new(call)
             gc.collect(YOUNG)  # a capture leaves cycles of objects that hold the inputs of this call
-        self.plans.use(key)
+        self.plans.use(call.key)
         if found.compiled.like.left_out & self.arrived:
             found = self._with_tangents(found)
         self.last = found
         return found
 
-    def _with_gradients(
-        self, entry: CacheEntry, state: guards.ModuleState, tensors: Sequence[torch.Tensor]
-    ) -> CacheEntry:
+    def _with_gradients(self, entry: CacheEntry, call: Tracing) -> CacheEntry:
         """Return the entry whose plan fits with the gradients of earlier steps that exist, planned if there is none;
         else ``entry``."""
-        first = state.named.get(next(iter(entry.targets), ""))
+        first = call.state.named.get(next(iter(entry.targets), ""))
         summed = self.recorder.summed_bytes.values() if self.recorder else ()
-        held = existing_gradients(first, state.named, tensors, summed)
+        held = existing_gradients(first, call.state.named, call.tensors, summed)
         if held is None:
             return entry
         with LOCK.shared():
@@ -403,9 +378,9 @@ class Runner:
             for known in self.plans.of_forward(entry):
                 if not known.compiled.like.left_out & self.arrived:
                     return known
-            captured = with_expected_tangents(entry.whole, self.arrived)
+            captured = with_expected_tangents(entry.steps.whole, self.arrived)
             made = self.planner.plan(captured)
-            found = entry.planned_again(made, Steps.of(entry.whole, captured))
+            found = entry.planned_again(made, Steps.of(entry.steps.whole, captured))
             self.plans.replace(found)
         return found
 
@@ -417,7 +392,7 @@ class Runner:
                 f"the gradient"
             )
 
-    def _new(self, key: Hashable, tracing: Tracing) -> CacheEntry:
+    def _new(self, tracing: Tracing) -> CacheEntry:
         self.asked.check(tracing.model, *pytree.tree_unflatten(tracing.leaves, tracing.spec))
         if self.plans and not self.asked.dynamic:
             raise ModelError(
@@ -425,13 +400,13 @@ class Runner:
                 f"dynamic_shapes=False; plan it again without that"
             )
         entry = self.captures.entry(tracing, self.planner, self.arrived)
-        self.plans.add(key, entry)
+        self.plans.add(tracing.key, entry)
         self.captures.warn_of_many()
         return entry
 
 
-def _shapes(leaves: list[Any]) -> list[torch.Size]:
-    return [t.shape for t in plain_tensors(tensors_in(leaves))]
+def _shapes(call: Tracing) -> list[torch.Size]:
+    return [t.shape for t in plain_tensors(call.tensors)]
 
 
 _NOT_TO_PLAN = (type(None), FakeTensor, FunctionalTensor)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError, NoGradients
-from rematplan.module.cached_plans import plan_key
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
@@ -234,7 +233,7 @@ class Rehearsal:
             for group in self._groups:
                 if group.function is function and group.capture.serves(tracing):
                     return group
-            key = function, plan_key(leaves, spec, state)
+            key = function, tracing.key
             if key in self._failed:
                 self._refused[name] = IS_EQUAL
                 return None
@@ -255,7 +254,7 @@ class Rehearsal:
                 return None
             self._groups.append(
                 EqualParts(
-                    function, state.key, ReadyCapture.of(tracing, found), with_expected_tangents(found.step)
+                    function, state.key, ReadyCapture(tracing.key, found), with_expected_tangents(found.step)
                 )
             )
             return self._groups[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,9 +34,8 @@ from rematplan.plans.options import FUSED, NOT_IN_STAGES, SPLIT
 from rematplan.plans.planner import Planner
 from rematplan.plans.progress import LOG
 from rematplan.plans.replicas import HeldByReplica, in_replica
-from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call
-from rematplan.runtime.graph.compat import pytree, replicating
+from rematplan.runtime.graph.compat import replicating
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.snapshots import PLAIN
 from rematplan.runtime.statistics.options import Kronecker
@@ -112,7 +111,7 @@ class WholeOrParts(Runner):
             return super().__call__(original, args, kwargs)
         self.unplanned.begin_planned_call()
         if self.prepared is not None:
-            self._begin_training(leaves, spec, state)
+            self._begin_training(Tracing(self.name, original, leaves, spec, state))
         self._prepare_parts(original, args, kwargs)
         assert self.parts
         return self.parts(original, args, kwargs)
@@ -152,9 +151,9 @@ class WholeOrParts(Runner):
     def _is_whole(self) -> bool:
         return self.modules is None and self.parts is None
 
-    def _begin_training(self, leaves: list[Any], spec: pytree.TreeSpec, state: guards.ModuleState) -> None:
+    def _begin_training(self, call: Tracing) -> None:
         planner = self.planner
-        super()._begin_training(leaves, spec, state)
+        super()._begin_training(call)
         if self.planner is not planner and self.parts is not None:
             self.parts = self.parts.of(self.planner)
 
@@ -174,13 +173,13 @@ class WholeOrParts(Runner):
             self.plans = CachedPlans(self.asked.max_plans)
             self.captures = self.captures.copy(with_shapes=False)
 
-    def _new(self, key: Hashable, tracing: Tracing) -> CacheEntry:
+    def _new(self, tracing: Tracing) -> CacheEntry:
         if self.captures.repeated >= MANY and not self.stays_whole:
             raise CapturedAnew(
                 f"{self.name} had another graph in {MANY} calls of known sizes (it decides by values, or reads numbers "
                 f"or Python state that keep changing)"
             )
-        return super()._new(key, tracing)
+        return super()._new(tracing)
 
     def _try_parts(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], error: CapturedAnew
