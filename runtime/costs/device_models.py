@@ -67,7 +67,8 @@ def device_model(name: str) -> DeviceModel:
 
 
 def _model_of_file(path: str) -> DeviceModel:
-    """Return the device model in a JSON file; `UsageError` unless it has all numbers, above zero."""
+    """Return the device model in a JSON file; `UsageError` unless it has flops of float32, bandwidth and launch time,
+    and all its numbers are above zero and finite."""
     data = stated_json(path)
     fields = data if isinstance(data, dict) else {}
     flops = fields.get("flops")

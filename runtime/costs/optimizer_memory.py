@@ -213,8 +213,8 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(*copies: int) -> Sizes:
-    """Return an `OptimizerKind.state` for bitsandbytes: tensors of ``copies`` values per element, in 8 bits, or in
-    32 for small parameters."""
+    """Return an `OptimizerKind.state` for bitsandbytes: for each of ``copies`` a tensor with so many values per
+    element, of 32 bits, or of 8 bits with scales (`_in_8_bits`)."""
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
         # A float32 for updates that are bounded by the parameter's norm.

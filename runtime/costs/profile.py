@@ -189,7 +189,7 @@ def _measured(
     step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
 ) -> CallCost:
     """Return the cost of a call: the shortest of several executions in this round, and its memory, measured unless
-    ``known``."""
+    ``known`` has it."""
     args, kwargs = arguments.of(call)
     target = deepcopy(as_run(call).target)  # an op that draws labels counts its draws
     run, device = partial(kernel_of(target), *args, **kwargs), step.device

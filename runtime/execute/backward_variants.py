@@ -81,8 +81,8 @@ class BackwardVariants:
         return BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
     def segments(self, variant: BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the backward half's segments, compiled for ``variant``. They are cached, unless strides are still
-        to be recorded for it."""
+        """Return the backward half's segments, compiled for ``variant``. They are cached, unless they still record
+        strides in ``notes``."""
         if variant in self.compiled:
             return self.compiled[variant]
         as_captured = not (

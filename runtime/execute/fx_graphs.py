@@ -134,8 +134,8 @@ class _GraphEmitter(Emitter):
         return node
 
     def fetch(self, value: str) -> bool:
-        """Add a node for a constant or a value of the graph ``before``, and return whether it is one; views are
-        computed again."""
+        """Add a node for a constant, or for a value of the graph ``before`` that is no view and was not freed or made
+        again since. Return whether it is one of these."""
         if value in self.step.constants:
             setattr(self.root, value, self.step.constants[value])
             node = self.graph.create_node("get_attr", value)

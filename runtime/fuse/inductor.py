@@ -95,7 +95,8 @@ def _without_waiting() -> Iterator[list[Callable[[], None]]]:
 def _sum_in_stages(
     x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Add many rows in two stages. A kernel for a CPU adds row after row, which rounds more than eager mode does."""
+    """Add many rows in two stages; NotImplemented where one is enough. A kernel for a CPU adds row after row, which
+    rounds more than eager mode does."""
     kind = dtype or x.dtype
     if x.device.type != "cpu" or not kind.is_floating_point or x.numel() <= ROWS:
         return NotImplemented

@@ -44,8 +44,8 @@ device, and which kernels are enabled. Context managers change some of these set
 
 
 def check_modes(name: str) -> None:
-    """Refuse a call inside of what changes the functions that a forward calls, or differentiates them otherwise than
-    by a backward. PyTorch's own modes, such as a device's context, are accepted."""
+    """Raise `ModelError` inside of torch.func's transforms, forward-mode derivatives and users' modes that change
+    functions. PyTorch's own modes, such as a device's context, are accepted. ``name``: of the module that is called."""
     if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
         raise ModelError(
             f"{name} is planned for the backward of a loss; for torch.func's transforms and forward-mode derivatives, "

@@ -155,7 +155,7 @@ def _ctc_loss(
 
 def _found(op: Any) -> Callable[..., Any]:
     """Return the function that calls an op's variant with fixed result shapes (`WITH_SIZES`), found on the real
-    tensors, if values are known."""
+    tensors, if values are known; else the op itself."""
 
     def sizes(*arguments: Any) -> list[int]:
         return sizes_of(op(*arguments))

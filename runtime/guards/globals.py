@@ -178,7 +178,8 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """Record one value to which code refers, and examine later what the value refers to."""
+        """Record the value ``name`` of a namespace to which code refers. What it refers to by ``named`` is examined
+        later."""
         value = values[name]
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)

@@ -89,7 +89,7 @@ def shuffled(call: Call, facts: Facts) -> Found:
 
 def picked(call: Call, facts: Facts) -> Found:
     """Yield the rule for an index of one dimension by a permutation that is known before the step runs: reorder the
-    result."""
+    result. Nothing for any other index."""
     arguments, y = facts.arguments(call), result(call, facts)
     x = arguments["self"]
     at = (

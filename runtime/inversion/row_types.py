@@ -90,7 +90,7 @@ def result(call: Call, facts: Facts) -> Value:
 
 def fits(x: Any, y: Value, facts: Facts) -> bool:
     """Return whether argument ``x`` has the shape of the result ``y``, and the result's floating-point type holds
-    every number of its type."""
+    every number of its type; false for a number."""
     if not isinstance(x, Ref):
         return False
     fake = facts.value(x).fake

@@ -165,7 +165,7 @@ class _Parter:
                 start += fake.shape[dim]
 
     def _copy_out(self, apart: _Apart, one: Band, name: str) -> None:
-        """Add calls that copy a part out of its storage, as a contiguous tensor."""
+        """Add to ``apart`` the calls that copy its part ``one`` out of the storage, as a contiguous tensor ``name``."""
         base = apart.base
         while name in self.step.call or name in self.values:
             name += "_"

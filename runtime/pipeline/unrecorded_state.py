@@ -55,7 +55,8 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
 
 
 def check_numbers(model: nn.Module, numbers: Numbers, graph: fx.Graph, again: Callable[[], fx.Graph]) -> None:
-    """Refuse a model whose forward computes something else after it has changed its attributes; these are restored."""
+    """Refuse a model whose forward has another ``graph`` after it has changed its attributes to ``numbers``; they are
+    restored. ``again``: exports it again."""
     if not numbers:
         return
     old = {(module, name): getattr(module, name) for module, name in numbers}

@@ -27,8 +27,8 @@ INSIDE = ".*"
 
 
 def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
-    """Return a user's policy as a function or as names that must be saved; `UsageError` for anything but a mapping,
-    a list or a function."""
+    """Return a user's policy as a function or as names that must be saved, none for None; `UsageError` for anything
+    but a mapping, a list or a function."""
     if stated is None:
         return ()
     if isinstance(stated, Mapping):

@@ -56,8 +56,8 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """Return the problem of a step with earlier gradients, in which each new gradient may be freed as soon as it is
-    computed.
+    """Return the problem of a step with earlier gradients, in which the new gradients of the parameters ``names`` may
+    be freed as soon as they are computed.
 
     Neither earlier gradients nor new ones that are freed but not yet added are counted: `spare_bytes` counts the
     latter.
@@ -114,8 +114,8 @@ def spare_bytes(
 def waiting_bytes(
     step: CapturedStep, schedule: Schedule, spare: Sequence[int], names: Set[str]
 ) -> tuple[int, ...]:
-    """Return, by position, the bytes of gradients that the schedule has freed but whose segment of the backward has
-    not ended."""
+    """Return, by position, the bytes of gradients of ``names`` that the schedule has freed but whose segment has not
+    ended. ``spare``, unused bytes by position, decides where segments end."""
     added = _added(step, names)
     own, segments = _segments(step, schedule, spare)
     freed = {one.tensor: at for at, one in enumerate(schedule) if isinstance(one, Free)}

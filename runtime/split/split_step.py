@@ -309,7 +309,7 @@ class _Splitter(SumEmitter):
         return call is not None and self.region_of.get(call.name) is region
 
     def _slice(self, whole: str, value: str, span: AxisSpan, part: Part) -> str:
-        """Emit a slice of a value, and return its name. ``whole``: the name that the value has now."""
+        """Emit the slice of a value for a part, and return its name. ``whole``: the name that the value has now."""
         like, source = self.maker.get(value), whole
         if span.first < span.last:
             source = self._new(f"{value}.flat")
@@ -333,7 +333,8 @@ class _Splitter(SumEmitter):
     # Whole results
 
     def _gather(self, call: Call, value: str) -> None:
-        """Emit what makes a whole result of a call from its parts."""
+        """Emit what makes a whole result of a call from its parts; for an early backward, multiply what a loss gradient
+        of 1 gives by the true one."""
         region = self.region = self.region_of[call.name]
         early = self.early.get(region)
         if early is None or value not in early.scaled:

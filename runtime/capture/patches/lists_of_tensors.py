@@ -17,7 +17,8 @@ LISTING = ("tensor", "as_tensor")
 
 @contextmanager
 def lists_of_tensors_stacked() -> Iterator[None]:
-    """Let `torch.tensor` and `torch.as_tensor` stack 0-d tensors in a list, inside the block and in this thread."""
+    """Inside the block and in this thread, let `torch.tensor` and `torch.as_tensor` of nested lists stack the 0-d
+    tensors in them. Lists with other tensors, or none, are left to PyTorch."""
     thread = get_ident()  # all threads see the replaced functions
 
     def stacking(own: Callable[..., Any]) -> Callable[..., Any]:
