@@ -21,7 +21,7 @@ class Zeros:
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return which values are zero, and which sums equal one summand, if the tangents ``missing`` (by name) are zero."""
+    """Return which values are zero, and which sums equal one summand, if the tangents named ``missing`` are zero."""
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
     sums: dict[str, str] = {}

@@ -107,6 +107,7 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
         if name in ("LOAD_METHOD", "LOAD_ATTR") and stack[-1] == _VALUE:
             return str(i.argval) if i.argval in WRITERS and _is_dropped(rest, i) else READ
         if name == _LOADS[load.opname] and i.argval == load.argval:
+            # A store of an attribute takes two symbols: for `self.n += 1` the value, and above it a copy of `self`.
             stored = -1 if owner == _OTHER else -2
             if owner != _OTHER and stack[-1] not in (_OWNER, owner):
                 return READ

@@ -129,6 +129,7 @@ class _Parter:
         together = sorted(b for _, narrow in self._operands(producer, base) if (b := band(narrow)))
         for period in sorted({b.period for b in tops.values()}):
             bands = sorted({b for b in tops.values() if b.period == period})
+            # Of x[:, 0:4], x[:, 4:8] and x[:, 0:2], the first two, which hold the third.
             widest = [b for b in bands if not any(o != b and o.holds(b) for o in bands)]
             for parts in (widest, together):
                 if (

@@ -322,8 +322,9 @@ def _part(
     values: Mapping[fx.Node, Any],
     last: bool,
 ) -> fx.Graph:
-    """Return the graph of one stage, which returns outgoing tensors with a message's strides and checks arguments
-    that are no tensors."""
+    """Return the graph of one stage: the ops from ``incoming`` to ``outgoing`` nodes, with checks of arguments that are
+    no tensors. ``values``: the model's arguments, for the first stage. ``last``: whether results keep their strides,
+    not those of messages."""
     part = fx.Graph()
     # An argument called like a builtin, such as input, has another name as a node.
     names = {n: str(n.target) if n in values else n.name for n in incoming}

@@ -63,6 +63,7 @@ def gradient_segments(
             # Gradients that one op computes are returned together.
             if later is None or ready[later] == at or communicates:
                 continue
+            # If they are not returned now, they wait while the ops run that compute the next gradient.
             if waiting >= enough or waiting > min(spare[at + 1 : ready[later] + 1], default=waiting):
                 cut = max(at + 1, start)
                 while isinstance(schedule[cut], Free):

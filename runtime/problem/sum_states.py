@@ -51,7 +51,8 @@ def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
 
 def _contents(step: CapturedStep, written: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the values in such memory after a first write, each with the content that it needs."""
+    """Yield the values in memory into which calls write, from the first write on, each with the content that it needs.
+    ``written``: by call that writes, the content that it makes."""
     found: dict[str, str] = {}
     for call in step.calls:
         state = written.get(call.name)

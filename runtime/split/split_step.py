@@ -333,8 +333,8 @@ class _Splitter(SumEmitter):
     # Whole results
 
     def _gather(self, call: Call, value: str) -> None:
-        """Emit what makes a whole result of a call from its parts; for an early backward, multiply what a loss gradient
-        of 1 gives by the true one."""
+        """Emit what makes a whole result of a call from its parts. That of an early backward is for a gradient of 1,
+        and is multiplied by the loss's."""
         region = self.region = self.region_of[call.name]
         early = self.early.get(region)
         if early is None or value not in early.scaled:

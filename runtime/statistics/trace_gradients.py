@@ -194,6 +194,7 @@ def mapped(product: Product, chain: Chain) -> Placement:
     if left is None or gone is None:
         raise NoRow(why, str(product.call.results[0]))
     for axis, (size, role) in enumerate(product.axes):
+        # Of a product (4, 6) viewed as (2, 2, 6), dimension 0 is tiled by parts of strides 12 and 6: 12 = 6 · 2.
         own = sorted((p for p in (*left, *gone) if p.axis == axis), key=lambda p: -p.stride)
         tiled = all(one.stride == below.stride * below.size for one, below in itertools.pairwise(own))
         if (

@@ -202,6 +202,7 @@ class Weights:
             end += region.size
         if end != rows:
             raise NoRow("some of its rows are not used", value)
+        # Ranges of 8 and of 16 rows are one and two groups of 8 rows.
         common = math.gcd(*(r.size for r in own))
         inner = [_below_rows(regions[r][0].placement, r) for r in own]
         if len(set(inner)) > 1 or inner[0] is None:
