@@ -137,7 +137,7 @@ def _convolution(call: Call, step: CapturedStep) -> Product | None:
     else:
         before, reach = padding, list(a.shape[2:])
         spread, step_ = (1,) * n, stride
-    # Four positions of a kernel of 3 with stride 2 read 9 entries: one of padding, then 8, so none is needed after them.
+    # Four positions of a kernel of 3 with stride 2 read 9 entries: 1 of padding, then 8, none after them.
     needed = [
         (o - 1) * s + d * (k - 1) + 1 for o, s, d, k in zip(positions, step_, dilation, kernel, strict=True)
     ]
