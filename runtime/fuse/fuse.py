@@ -28,8 +28,8 @@ class Kernels:
     """What waits for the compilation of a region, by its key."""
 
     def begin(self, step: CapturedStep, regions: Sequence[Region]) -> None:
-        """Begin to compile those of the regions that have no kernel yet. The first is compiled before the others: it
-        shows whether there is a compiler, and compiles headers for all."""
+        """Begin to compile those of the regions that have no kernel yet; none after `GIVE_UP` failures without a
+        success. The first is compiled before the others: it shows whether there is a compiler, and compiles headers."""
         for region in regions:
             ops = RegionOps(step, region)
             key = ops.key

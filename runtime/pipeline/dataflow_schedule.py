@@ -116,8 +116,8 @@ class DataflowSchedule:
         self.updates.optimizer.zero_grad(set_to_none=False)
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
-        """Return the tensors of each micro-batch of a batch; none except on the first rank. `UsageError` for
-        arguments that were not planned."""
+        """Return the tensors of each micro-batch of a batch; none except on the first rank. `UsageError` for another
+        number or other shapes of arguments than planned, `ModelError` for another value."""
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
