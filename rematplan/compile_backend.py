@@ -102,7 +102,8 @@ class PlanningBackend:
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Compile a graph of forward ops, and return the compiled function."""
+        """Compile a graph of forward ops, and return the compiled function. ``partition`` divides its joint graph into
+        forward and backward."""
         compiled: Any
         if self.compiler == "eager":
             # Random draws are kept even if nothing reads them: later draws depend on the generator's state.

@@ -132,7 +132,8 @@ class InductorPlans:
         """The budget in bytes; None if it depends on the smallest peak found, or if nothing was planned."""
 
     def plan(self, planner: Planner, step: CapturedStep) -> Plan:
-        """Return the plan to compile next: `chosen` if there is one, or if no other is found."""
+        """Return the plan to compile next: at first the planner's, then one that was not compiled yet. If `chosen` is
+        set, or there is none, it is `chosen`, the best."""
         self.step, self.graph = step, planner.problem(step)
         self.peaks.workspaces = _workspaces(step, self.graph)
         if not self.attempts:

@@ -212,8 +212,8 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """Return the step with exact inverses, or with all of them and notes on tensors without, and the former as
-    ``without``."""
+    """Return the step with exact inverses. With ``inverses`` it has all of them, notes on tensors without, and the
+    former as ``without``."""
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without

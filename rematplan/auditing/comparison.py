@@ -159,7 +159,8 @@ def _plain_results(step: Step, kinds: tuple[Kind, ...]) -> list[Results]:
 def _plain_path_results(
     step: Step, kinds: tuple[Kind, ...], own: Sequence[Results]
 ) -> tuple[list[Results], tuple[Kind, ...]]:
-    """Return the results of plain steps, and those of ``kinds`` that autograd could differentiate: all or none."""
+    """Return the results of plain steps, and the ``kinds`` that autograd differentiated in them: all, or none if that
+    failed or lacked a result of ``own``."""
     if kinds:
         try:
             found = results_of(step, partial(plain_path, kinds))
@@ -224,8 +225,8 @@ def _float64_errors(step: Step, other: Step, path: Context) -> list[dict[str, fl
 def _against(
     step: Step, plain: Callable[..., Any], own: Sequence[Results]
 ) -> tuple[StepDifferences, list[str]]:
-    """Compare loss and gradients with another implementation's, and return the first difference and notes;
-    `UsageError` if it does not run."""
+    """Compare loss and gradients with those of the implementation ``plain``. Return the differences of the first step
+    that has any, and notes; `UsageError` if ``plain`` does not run or has other parameters."""
     if isinstance(plain, nn.Module):
         _check_same_parameters(step.model, plain)
     other = step.of(plain)

@@ -167,7 +167,8 @@ def _flags(owner: object) -> list[str]:
 
 
 def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
-    """Return a note if only some modules of a class, whose flags for checkpointing are all set, checkpoint anything."""
+    """Return a note for each class whose modules with a set flag for checkpointing partly checkpoint something, and
+    partly nothing."""
     ran = {region.module for region in seen.regions}
     idle: dict[type, dict[str, bool]] = {}
     for name, module in model.named_modules():
@@ -219,7 +220,8 @@ def _place(region: Region, results: Sequence[str]) -> str:
 
 
 def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watched, second: bool) -> Fault:
-    """Return the fault that explains the differences of gradients, of the loss and of parameters."""
+    """Return the fault that explains differences of gradients, loss and parameters: a recomputed op that differs
+    enough, else a cause seen in the step, else an unknown one."""
     names = (*(d.name for d in sorted(found, key=lambda d: d.relative < math.inf)), *draws)
     worst = max(found, key=lambda d: d.relative if d.relative < math.inf else -1.0)
     error, module = worst.relative, worst.name.partition(" ")[2].rpartition(".")[0]

@@ -80,8 +80,8 @@ def _op_left_out(d: FirstDifference) -> bool:
 
 
 def _swapped(d: FirstDifference) -> bool:
-    """Return whether the recomputation reads one result of the forward in place of another that was not computed from
-    it."""
+    """Return whether the recomputation reads one result of the forward, not of integers, in place of another that was
+    not computed from it."""
     made = {v: run for run in d.region.first for v in run.values if not run.op.endswith("_")}
     wanted, read = set(d.first.read) - set(d.again.read), set(d.again.read) - set(d.first.read)
     sources: set[Value] = set()
@@ -229,7 +229,8 @@ def _kind(d: FirstDifference) -> _Kind | None:
 
 
 def _follows(d: FirstDifference, found: Mapping[_Kind, FirstDifference]) -> bool:
-    """Return whether a difference may follow from one that was found earlier."""
+    """Return whether a difference may follow from one in ``found``: from another autocast state or, in a run of the
+    same op, from an extended cache."""
     if d.first.autocast != d.again.autocast:
         return False
     if _Kind.CAST in found:

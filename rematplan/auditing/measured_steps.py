@@ -32,7 +32,7 @@ class Measured:
 
 
 def measured(step: Step, path: Context = nullcontext) -> Measured:
-    """Measure a step in the context ``path``, and restore the state."""
+    """Measure the peak of a step in the context ``path``, and its fastest time of `ROUNDS`, and restore the state."""
 
     def run() -> None:
         for model in step.models:

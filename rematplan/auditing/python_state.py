@@ -90,7 +90,8 @@ def hook_places(model: nn.Module) -> list[HookPlace]:
 
 
 def holders_of(model: nn.Module) -> list[Holder]:
-    """Return what holds state: modules, records in their attributes, and hooks."""
+    """Return what holds state, each once: modules, except those of data parallelism, records in modules' attributes,
+    and hooks."""
     found: dict[int, Holder] = {}
     for name, module in model.named_modules():
         if not type(module).__module__.startswith(SHARDING):
@@ -186,7 +187,8 @@ def _is_state(value: Any) -> bool:
 
 
 def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, texts, tensors and random generators in a value, containers' included, each with its path."""
+    """Yield the numbers, texts, tensors and random generators in a value, containers' included, each with its path. A
+    set is one text; other objects are left out."""
     kind = type(value)
     if id(value) in seen:
         return

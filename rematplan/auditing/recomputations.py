@@ -122,7 +122,7 @@ class Watched:
 
 @contextmanager
 def watched_step(model: nn.Module) -> Iterator[Watched]:
-    """Watch the step of a model that runs in the block."""
+    """Watch the step of a model that runs in the block. Yield what is seen, which grows while it runs."""
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(recorder.modules())

@@ -220,7 +220,8 @@ def _counted_hooks(step: Step) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def in_float64(step: Step) -> Iterator[Step]:
-    """Convert parameters and buffers to float64 (complex128) inside the block, and yield the step with such inputs."""
+    """Convert parameters and buffers to float64 (complex128) inside the block, and yield the step with such inputs.
+    Gradients are None meanwhile."""
     tensors = {id(t): t for model in step.models for t in (*model.parameters(), *model.buffers())}
     before = [(t, t.data) for t in tensors.values()]
     gradients = [(t, t.grad) for t in tensors.values()]

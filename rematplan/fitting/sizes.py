@@ -113,7 +113,7 @@ class SizeSearch:
         self._optimizers: dict[int, OtherBytes] = {}
 
     def captured(self, size: int) -> TrainingGraph:
-        """Return the problem of the step that is captured at a size."""
+        """Return the problem of the step at a size, which is captured once; each capture renews the interpolations."""
         if size not in self._captured:
             self.progress(0.2, f"capturing {self.model.dimension} {size}")
             made = self.model.at(size)
@@ -129,7 +129,7 @@ class SizeSearch:
         return self._captured[size]
 
     def exact(self, size: int) -> TrainingGraph:
-        """Return the problem at a size, interpolated or of repeated layers if possible."""
+        """Return the problem at a size, interpolated or of repeated layers if possible, else captured."""
         if size not in self._captured and size not in self._exact:
             if self.model.dimension == DEPTH and size > SHALLOW[-1] and self._layers:
                 self._exact[size] = self._repeated(self._layers, size)

@@ -22,9 +22,9 @@ class BudgetWarnings:
     """The reasons for which a warning was given. Each gets one."""
 
     def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn of a call while the backwards of earlier calls, which hold ``held`` bytes, are pending: if all exceed
-        the budget, and if they would share casts of weights. ``of_part``: whether the budget is for other modules,
-        too."""
+        """Warn of a call while backwards of earlier calls, which hold ``held`` bytes, are pending: if they would share
+        casts of weights, or all exceed the budget. With ``of_part`` the budget is for other modules, too, and not
+        compared."""
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
             self._tell(
                 "cast",

@@ -199,8 +199,8 @@ class Captures:
         planner: Planner,
         arrived: frozenset[str],
     ) -> CacheEntry:
-        """Plan a captured forward, and return its cache entry. Plans that serve other sizes are learned for its open
-        shapes."""
+        """Plan a captured forward, and return its cache entry. If plans may serve other sizes, its problem is learned
+        for them."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]

@@ -100,7 +100,8 @@ class PlannedPart:
         return effort.part(effort.total / LIMITS.questions)
 
     def excess(self, figures: StagePlan) -> str:
-        """Return in words what a plan of these figures needs beyond its share of the budget; empty if nothing."""
+        """Return in words the first of kept bytes, forward and backward in which a plan of these figures exceeds the
+        present one; empty if none does."""
         own = self.figures
         needed = (
             ("holds", figures.held.kept, own.held.kept, "to its backward"),

@@ -181,7 +181,8 @@ class PlannedParts:
             every[:] = [(None if is_new else s, grown) if r is rehearsed else (s, r) for s, r in every]
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
-        """Return the plan for a call. The first call of its kind is rehearsed and planned."""
+        """Return the plan for a call. It is rehearsed and planned, unless an earlier call with arguments of this
+        structure, these settings, and no smaller sizes was."""
         self._leave_out_anew(original, args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(original.model).state(original.model)

@@ -74,7 +74,8 @@ def gathered_type(weight: Any) -> torch.dtype:
 
 
 def check_weights(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `ModelError` if FSDP2 does not gather weights as a model's parts need them. ``names``: stated parts."""
+    """Raise `ModelError` if FSDP2 does not gather weights as parts need them. It must gather plain tensors, the model's
+    own ones now, and none apart inside of the stated parts ``names``."""
     kind = type(model).__name__
     for group in groups_of(model):
         for weight in group.fsdp_params:

@@ -106,9 +106,8 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 
 
 def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]:
-    """Return names in ``others`` by names in ``ops``, paired by ATen op and phase, in order; ProblemError if
-    they do not match.
-    """
+    """Return names in ``others`` by names in ``ops``, paired by ATen op and phase, in order. `ProblemError` if their
+    numbers, the results that they read, or the bytes that they write differ."""
     mine, theirs = _by_key(ops), _by_key(others)
     for key in sorted({*mine, *theirs}):
         few, many = len(mine.get(key, ())), len(theirs.get(key, ()))
@@ -125,7 +124,8 @@ def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]
 
 
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
-    """Return, by captured names, the ops that the file's plan of a stage runs, in order, without the loss."""
+    """Return, by captured names, the ops that the file's plan of a stage runs, in order, without the loss;
+    `ProblemError` for an op without a pair."""
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
     for kind, name in _plan(file, number).get("steps", ()):

@@ -135,7 +135,8 @@ def _searches(
 def _search(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, progress: Progress = silent
 ) -> PipelineSearch:
-    """Return a search, not run yet, for the cuts and plans of one schedule within the budget of ``asked``."""
+    """Return a search, not run yet, for the cuts and plans of one schedule within the budget of ``asked``. For a
+    percentage, a search with ample memory is run first."""
     own = _narrow(chain, schedule.name, schedule.stages)
     # A percentage refers to the largest peak without recomputation, with the cuts of unlimited memory.
     ample = _terms(own, asked, AMPLE)

@@ -75,7 +75,8 @@ def captured_part(
 
 
 def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> None:
-    """Check that a pipeline can have a stage whose outputs need no gradients."""
+    """Raise `ModelError` unless a pipeline can have a stage without gradients: not as the last one, behind a trained
+    one, or in a dataflow."""
     if number == order.stages - 1 or any(one.requires_grad for one in stage.inputs):
         raise ModelError(
             f"stage {number} computes no gradients, so nothing before it can be trained: its outputs depend on no "

@@ -290,7 +290,8 @@ def _seed_next(seeds: Iterator[int], _module: nn.Module, _inputs: Any) -> None:
 def _in_one_process(
     module: WithLoss, inputs: Sequence[torch.Tensor], target: torch.Tensor, pipe: Pipeline, random: bool
 ) -> list[float]:
-    """Run the step in plain PyTorch with the pipeline's micro-batches, and return their losses."""
+    """Run the step in plain PyTorch with the pipeline's micro-batches, and return their losses. If ``random``, the
+    model is cut as the pipeline, so that stages draw the same numbers."""
     first = [t.tensor_split(pipe.order.microbatches)[0] for t in inputs]
     channels = pipe.order.name in CHANNELS
     # Cut as the pipeline, so that each stage draws the same random numbers.

@@ -64,9 +64,8 @@ def _frees_outputs() -> bool:
 
 
 def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Return a schedule with the messages of this PyTorch; ProblemError if PyTorch's class runs other
-    actions. ``dataflow`` is unchanged.
-    """
+    """Return a schedule of the same actions, in which messages are received and freed as by this PyTorch.
+    `ProblemError` if PyTorch's class runs other actions; ``dataflow`` is unchanged."""
     if schedule.name == "dataflow":
         return schedule
     each = schedule.stages // schedule.ranks

@@ -54,7 +54,7 @@ class Replay:
     stays: tuple[Stay, ...]
 
     def by_kind(self) -> dict[str, list[int]]:
-        """Return the resident bytes of each kind at each run."""
+        """Return the resident bytes of each kind at each run; kinds without bytes are left out."""
         kinds = (ACTIVATIONS, RECOMPUTED, GRADIENTS)
         changes = {kind: [0] * (len(self.runs) + 1) for kind in kinds}
         for stay in self.stays:

@@ -80,8 +80,8 @@ def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ..
 
 
 def rows_at(curves: Curves, budgets: Sequence[Budget], base_peak: int, whole: int) -> tuple[Row, ...]:
-    """Return, for each budget and strategy, the row of the plan of least overhead that fits; for ``least`` of the
-    smallest peak."""
+    """Return a row for each budget and strategy, with its plan of least overhead that fits, or None. ``base_peak``,
+    ``whole``: bytes without recomputation, and of inputs and outputs, for shares."""
     rows: list[Row] = []
     for budget in budgets:
         here = [_row(budget, name, plans, base_peak, whole) for name, plans in curves.items()]
