@@ -220,8 +220,8 @@ def _place(region: Region, results: Sequence[str]) -> str:
 
 
 def _gradients(found: Sequence[Difference], draws: tuple[str, ...], seen: Watched, second: bool) -> Fault:
-    """Return the fault that explains differences of gradients, loss and parameters: a recomputed op that differs
-    enough, else a cause seen in the step, else an unknown one."""
+    """Return the fault behind differences of gradients, loss and parameters: a recomputed op that differs enough, else
+    a cause seen in the step, else none known. ``draws``: the random states that differ."""
     names = (*(d.name for d in sorted(found, key=lambda d: d.relative < math.inf)), *draws)
     worst = max(found, key=lambda d: d.relative if d.relative < math.inf else -1.0)
     error, module = worst.relative, worst.name.partition(" ")[2].rpartition(".")[0]

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
-    """Export a network of the zoo in training form as an ONNX file, and return the shapes of its inputs."""
+    """Export a network of the zoo in training form as an ONNX file, with a symbolic batch if ``dynamic_batch``. Return
+    the shapes of its inputs."""
     check_known(name)
     import torch  # imported here, since `rematplan --help` does not need it
 

@@ -82,7 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _about(lengths: Lengths, counted: str, found: Fit) -> Iterator[str]:
-    """Yield what a data set's lengths mean for the sizes that fit."""
+    """Yield what a data set's lengths mean for the sizes that fit. ``counted``: the dimension whose sizes they are."""
     yield (
         f"the longest of {lengths.samples} samples has {counted} {lengths.longest}: its batch is padded to that"
     )

@@ -78,8 +78,8 @@ def _unit(name: str, vary: str, size: int) -> int:
 
 
 def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return the model that a function of the user makes from sizes; `UsageError` if a stated size is no parameter of
-    it."""
+    """Return the model that a function of the user makes, for any size of ``vary``; `UsageError` if a stated size is
+    none of its parameters."""
     function = user_function(name)
     parameters = inspect.signature(function).parameters
     if unknown := [d for d in (vary, *dims) if d not in parameters and d != BATCH]:
@@ -118,8 +118,8 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
 
 
 def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return a model of timm for any batch or image size; `UsageError` for another size, or a name that timm does not
-    know."""
+    """Return a model of timm for any size of ``vary``, the batch or the image. `UsageError` for another size, or a name
+    that timm does not know."""
     try:
         timm: Any = importlib.import_module("timm")
     except ImportError:

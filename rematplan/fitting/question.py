@@ -151,7 +151,8 @@ def training(
 
 
 def typed(made: WithoutData, asked: Question) -> WithoutData:
-    """Return a model with its loss with the types that were asked for."""
+    """Return a model with its loss in the type asked for, if any: its tensors are converted in place, or its forward
+    runs in autocast (``bf16-mixed``)."""
     if asked.dtype is None:
         return made
     dtype = DTYPES[asked.dtype]

@@ -23,7 +23,7 @@ class BudgetWarnings:
 
     def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
         """Warn of a call while backwards of earlier calls, which hold ``held`` bytes, are pending: if they would share
-        casts of weights, or all exceed the budget. With ``of_part`` the budget is for other modules, too, and not
+        casts of weights, or exceed the budget together. With ``of_part`` the budget is for other modules, too, and not
         compared."""
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
             self._tell(

@@ -152,7 +152,7 @@ class Captures:
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
         """Return an entry whose plan was found at other sizes, without making the step of these; None if no plan is
-        known to fit."""
+        known to fit. ``arrived``: as in `Steps`."""
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes
             with suppress(NotSymbolic):
@@ -200,7 +200,7 @@ class Captures:
         arrived: frozenset[str],
     ) -> CacheEntry:
         """Plan a captured forward, and return its cache entry. If plans may serve other sizes, its problem is learned
-        for them."""
+        for them. ``arrived``: as in `Steps`."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]

@@ -199,7 +199,8 @@ def _arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]:
-    """Yield the dimensions of an argument whose sizes are stated, with these; `UsageError` if malformed."""
+    """Yield the dimensions of an argument whose sizes are stated, with these; `UsageError` if malformed. `Dim.STATIC`
+    states the size that ``given``, the argument of a first call, has."""
     if dims is None:
         return
     if not isinstance(dims, (Mapping, Sequence)) or isinstance(dims, str):

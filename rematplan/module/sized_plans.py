@@ -98,8 +98,8 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Planner,
     ) -> None:
-        """Remember a batch's problem for plans at other sizes. If structures or problems differ within a pattern, no
-        plan serves it."""
+        """Remember a batch's problem for plans at other sizes; ``carrier`` added its inverses. If structures or
+        problems differ within a pattern, no plan serves it."""
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:
@@ -126,8 +126,8 @@ class SizedPlans:
     def compiler(
         self, sizes: SizeValues, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans for certain sizes, each schedule once for all; None if batches of
-        this pattern had several structures."""
+        """Return a function that compiles plans for certain sizes, each schedule once for all; None if batches of this
+        pattern had several structures. ``made``: makes the captured step of these sizes."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None

@@ -114,7 +114,7 @@ class OpenForward:
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> tuple[Instance, guards.Guard] | None:
         """Return this capture with the sizes of a batch and their guard, or None if the batch or the module's state
-        breaks it."""
+        breaks it. ``counts``: numbers of selected elements; with a ``state`` they are computed."""
         if state is not None and self.guard.decided.counts:
             now = self._counted(state, batch)
             if now is None:

@@ -92,8 +92,8 @@ class OpenShapes:
         opened: Callable[[Dimensions | None, tuple[int, ...]], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return the captured step for a batch's shapes, from a capture with symbolic sizes if possible, else
-        captured separately."""
+        """Return the captured step for a batch's shapes, from a capture with symbolic sizes if possible, else captured
+        separately. ``opened`` and ``fixed`` make these captures."""
         shapes = tuple(t.shape for t in batch)
         before = self.limited, self.reason
         try:

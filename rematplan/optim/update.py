@@ -19,11 +19,8 @@ MOMENTUM = "momentum_buffer"
 def preconditioned(
     layers: Mapping[str, Layer], gradients: Mapping[str, Tensor], group_of: Mapping[int, Group]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return gradients (…, outputs, inputs) multiplied by inverses, by weight name, and Σ lr² ⟨update,
-    gradient⟩.
-
-    If a layer was never inverted, its update and the sum are NaN.
-    """
+    """Return gradients (…, outputs, inputs) multiplied by inverses, by weight name, and Σ lr² ⟨update, gradient⟩. If a
+    layer was never inverted, its update and the sum are NaN. ``group_of``: by the id of a parameter."""
     product = torch.zeros((), dtype=torch.float64, device=next(iter(layers.values())).weight.device)
     updates = {}
     for name, gradient in gradients.items():
@@ -48,9 +45,8 @@ def move(
     group_of: Mapping[int, Group],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> None:
-    """Subtract lr · update from parameters in place, with momentum as in `torch.optim.SGD` (in ``state``) and
-    decoupled weight decay.
-    """
+    """Subtract lr · update from parameters in place, with momentum as in `torch.optim.SGD` (in ``state``) and decoupled
+    weight decay. ``group_of``: by the id of a parameter."""
     for parameter, update in updates:
         group = group_of[id(parameter)]
         lr, momentum = float(group["lr"]), group["momentum"]

@@ -209,8 +209,8 @@ class WholeOrParts(Runner):
         )
 
     def _is_whole_now(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Plan the whole at the second call in parts, if the first one changed settings, and keep that if it fits the
-        budget. Return whether it is kept."""
+        """At the second call in parts, plan the whole if only the first call, which changed settings, could not be
+        captured. Keep it if it fits the budget, and return whether it is kept."""
         parts, before = self.parts, self.settings
         if self.modules is not None or parts is None or before == () or isinstance(parts.error, CapturedAnew):
             return False

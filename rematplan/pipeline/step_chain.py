@@ -99,10 +99,8 @@ def _outputs(step: CapturedStep, prefix: str) -> int:
 def _homes(
     step: CapturedStep, graph: TrainingGraph, blocks: Groups, names: Sequence[str], prefix: str
 ) -> dict[int, int]:
-    """Return, by position of a backward op, the block of its forward op: the one with its sequence number.
-
-    Backward ops without a number are left out.
-    """
+    """Return, by position of a backward op, the block of its forward op: the one with its sequence number. Backward ops
+    without a number are left out. ``names``: of the blocks; ``prefix``: of modules' names."""
     block_of = {graph.ops[o].name: block for block, ops in enumerate(blocks) for o in ops}
     home: dict[int | None, int] = {}
     before, views = 0, list[Call]()
@@ -130,7 +128,7 @@ def _begins(
     prefix: str,
 ) -> dict[int, str]:
     """Return, by position of its first op, the name of each module at which a block begins. They are fewer than
-    `MOST_BLOCKS`, the outermost ones, and those of ``wanted``."""
+    `MOST_BLOCKS`, the outermost ones, and those of ``wanted``. Arguments: as of `named_chain`."""
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     first: dict[str, int] = {}

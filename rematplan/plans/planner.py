@@ -251,7 +251,7 @@ class Planner(StepProblems):
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return what evaluates the known plans of a problem at other sizes, without capturing the step. The budget
-        must be in bytes."""
+        must be in bytes. ``storages``: the names of the step's."""
         amount = fixed_bytes(self.limit(problem))
         assert amount is not None
 

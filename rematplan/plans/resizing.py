@@ -93,9 +93,8 @@ class Resizing:
         self._number_of_free = {name: -1 - t for t, name in enumerate(self.problem.producer)}
 
     def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
-        """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ
-        from ``self.problem``.
-        """
+        """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ from
+        ``self.problem``. ``sizes``, ``nominal``: as in `Corner`."""
         mine = self.problem
         if problem is not mine and (
             problem.structure != mine.structure
@@ -174,7 +173,8 @@ class Resizing:
         return with_amounts(mine, [sizes[t.name] for t in mine.tensors], amounts)
 
     def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
-        """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated."""
+        """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated.
+        ``sizes``, ``nominal``: as in `Corner`."""
         for corner in self.corners:
             if np.array_equal(corner.sizes, sizes) and np.array_equal(corner.nominal, nominal):
                 return corner.amounts

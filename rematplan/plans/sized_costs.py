@@ -81,8 +81,7 @@ class SizedCosts:
 
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
     """Interpolate the cost of a call linearly in the bytes that it reads and writes. Return None if it must be
-    measured.
-    """
+    measured: outside of the known bytes, or if it is not plain."""
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:
         return None
