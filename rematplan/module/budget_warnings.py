@@ -22,8 +22,8 @@ class BudgetWarnings:
     """The reasons for which a warning was given. Each gets one."""
 
     def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn of a call while backwards of earlier calls, which hold ``held`` bytes, are pending: if they would share
-        casts of weights, or exceed the budget together. With ``of_part`` the budget is for other modules, too, and not
+        """Warn of a call while backwards of earlier calls, which hold ``held`` bytes, are pending: if they share casts
+        of weights, or exceed the budget together. With ``of_part`` the budget is for other modules, too, and not
         compared."""
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
             self._tell(

@@ -151,8 +151,8 @@ class SizedPlans:
 
     @cached_property
     def _unsure(self) -> tuple[tuple[Call, tuple[Layout, ...]], ...]:
-        """The calls whose results may have other strides than in the trace, whatever sizes are 1, with their
-        arguments' shapes and strides."""
+        """The calls whose results may have other strides than in the trace, even if no size is 1, with their arguments'
+        shapes and strides."""
         values = self.step.values
         return tuple(
             (

@@ -134,8 +134,8 @@ class WholeOrParts(Runner):
         return None
 
     def _count_replica(self, model: nn.Module) -> None:
-        """Let plans count what DDP holds, from the first call by DDP on; a percentage is then of the step with it. A
-        saved plan stays as it is."""
+        """Let plans count what DDP holds from its first call on, and drop earlier plans; a percentage is then of the
+        step with DDP. A saved plan stays as it is."""
         options, wrapper = self.planner.options, replicating()
         if wrapper is None or options.saved is not None:
             return

@@ -39,10 +39,8 @@ def common_effort(asked: PlanOptions, most: float = math.inf) -> Effort:
 
 
 def with_in_flight(in_flight: int, deferred: int | None) -> RankActions:
-    """Return the actions of a rank: ``in_flight`` forwards, then backwards and forwards alternate.
-
-    If ``deferred`` is not None, weight gradients follow that many backwards later.
-    """
+    """Return the actions of a rank for a few micro-batches: ``in_flight`` forwards, then backwards and forwards
+    alternate. If ``deferred`` is not None, weight gradients follow that many backwards later."""
     microbatches = 2 * in_flight + (deferred or 0) + 1
     (actions,) = one_stage_a_rank("in flight", [in_flight], microbatches).actions
     if deferred is None:
