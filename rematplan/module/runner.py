@@ -321,7 +321,8 @@ class Runner:
         return state
 
     def _entry(self, call: Tracing) -> CacheEntry:
-        """Return the valid plan for a call, which is captured and planned now if there is none."""
+        """Return the valid cache entry for a call, captured and planned now if there is none. `ModelError` in a block
+        that caches parametrizations."""
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in call.state.attributes
         ):
@@ -344,8 +345,8 @@ class Runner:
         return found
 
     def _with_gradients(self, entry: CacheEntry, call: Tracing) -> CacheEntry:
-        """Return the entry whose plan fits with the gradients of earlier steps that exist, planned if there is none;
-        else ``entry``."""
+        """Return ``entry`` if no gradients of earlier steps exist; else the entry whose plan fits with them, planned if
+        there is none."""
         first = call.state.named.get(next(iter(entry.targets), ""))
         summed = self.recorder.summed_bytes.values() if self.recorder else ()
         held = existing_gradients(first, call.state.named, call.tensors, summed)

@@ -163,8 +163,8 @@ def _trials(pipe: Pipeline, rank: int, number: int, asked: PlanOptions) -> Split
 
 
 def stated_rank_plan(pipe: Pipeline, rank: int, plans: Mapping[int, Mapping[str, Any]]) -> RankPlan:
-    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans; `UsageError` if a
-    stage has none."""
+    """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans. `UsageError` if a
+    stage has none, `InfeasibleBudget` if the peak exceeds the budget."""
     mine = pipe.order.stage_of_rank[rank]
     if missing := [s for s in mine if s not in plans]:
         raise UsageError(
