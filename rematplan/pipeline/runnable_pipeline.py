@@ -26,18 +26,10 @@ from rematplan.planner.pipeline.rank_memory import in_flight, message_buffers
 from rematplan.planner.pipeline.rank_search import RankPlan
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.runtime.graph.compat import PIPELINES_SEND_TO_THEMSELVES
+from rematplan.runtime.pipeline.action_lists import TORCH_CLASSES
 from rematplan.runtime.pipeline.dataflow_schedule import DataflowSchedule
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 
-TORCH_CLASSES: Mapping[str, str] = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zbv": "ScheduleZBVZeroBubble",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-"""For each schedule, its class in `torch.distributed.pipelining`."""
 CapturedPart = CapturedStage | DataflowPart | FrozenStage
 """A stage with its planning problem."""
 

@@ -10,13 +10,14 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.costs.roofline import moved_bytes
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.compat import pytree
 
 KERNELS = re.compile("convolution|attention|cudnn|mkldnn|rnn|lstm|gru|fft")
 """Ops that choose among kernels by their sizes."""
@@ -122,16 +123,11 @@ def _kind(step: CapturedStep, call: Call) -> str:
         zeros = [d for d in range(t.ndim) if strides[d] == 0]
         return f"{t.dtype}{order}{zeros}{t.is_contiguous()}"
 
-    return f"{call.target}{_without_sizes(substitute((call.args, dict(call.kwargs)), describe))}"
+    def without_size(number: int) -> int | str:
+        return "size" if abs(number) > NUMBERS else number
 
-
-def _without_sizes(given: Any) -> Any:
-    if isinstance(given, (list, tuple)):
-        return [_without_sizes(one) for one in given]
-    if isinstance(given, dict):
-        return {name: _without_sizes(one) for name, one in given.items()}
-    whole = isinstance(given, int) and not isinstance(given, bool)
-    return "size" if whole and abs(given) > NUMBERS else given
+    given = substitute((call.args, dict(call.kwargs)), describe)
+    return f"{call.target}{pytree.tree_map_only(int, without_size, given)}"
 
 
 def ends_and_latest(known: list[One], most: int, size: Callable[[One], int]) -> list[One]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.node import map_arg
 
 from rematplan.ir import ModelError, NoGradients
 from rematplan.runtime.capture.buffer_slices import with_new_buffers
@@ -183,7 +184,7 @@ class _Reader:
         if self._is_no_call(node):
             return
         _check_plannable(node)
-        args, kwargs = self._refs(node.args), self._refs(node.kwargs)
+        args, kwargs = map_arg(node.args, self._ref), map_arg(node.kwargs, self._ref)
         read = {self.values[r.value].storage for r in refs((args, kwargs))}
         names = self._results(node)
         call = Call(
@@ -224,7 +225,7 @@ class _Reader:
             self.alias[node.name] = self.item[source.name, at]
             return True
         if node.target in SAME:
-            self.alias[node.name] = self._refs(node.args[0]).value
+            self.alias[node.name] = self._ref(node.args[0]).value
             return True
         if node.target is COPY and self._renews(node):
             return True
@@ -257,24 +258,18 @@ class _Reader:
         """Return whether ``node``, an in-place copy, writes into a buffer; if so, its value becomes an output of the
         step."""
         targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
-        place, value = (self._refs(a).value for a in node.args[:2])
+        place, value = (self._ref(a).value for a in node.args[:2])
         if place in targets:
             self.renewed.append(StepOutput("buffer", targets[place], value))
             self.alias[node.name] = value
         return place in targets
 
-    def _refs(self, args: Any) -> Any:
-        if isinstance(args, fx.Node):
-            if self.table and isinstance(args.meta.get("val"), SIZES):
-                return self.table.add(args.meta["val"])
-            if args.name in self.sizes:
-                return self.sizes[args.name]
-            return Ref(self.alias.get(args.name, args.name))
-        if isinstance(args, (tuple, list)):
-            return type(args)(self._refs(a) for a in args)
-        if isinstance(args, Mapping):
-            return {k: self._refs(a) for k, a in args.items()}
-        return args
+    def _ref(self, node: Any) -> Any:
+        if self.table and isinstance(node.meta.get("val"), SIZES):
+            return self.table.add(node.meta["val"])
+        if node.name in self.sizes:
+            return self.sizes[node.name]
+        return Ref(self.alias.get(node.name, node.name))
 
     def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
         outputs = []

@@ -19,17 +19,6 @@ Lists = tuple[tuple[tuple[str, int, int], ...], ...]
 messages (kind DROP_F or DROP_B), in order: kind, stage, micro-batch."""
 
 
-@dataclass(frozen=True)
-class TorchSchedule:
-    """A schedule class in `torch.distributed.pipelining`.
-
-    ``cls``: the class's name. ``each``: the number of stages that each rank must have; None for any number.
-    """
-
-    cls: str
-    each: int | None
-
-
 KINDS: Mapping[str, str] = {
     kind: kind for kind in ("F", "B", "I", "W", "RECV_F", "RECV_B", "SEND_F", "SEND_B")
 } | {
@@ -41,12 +30,17 @@ end of a sending, it frees the message. Earlier versions have no such entries: t
 SENT_OUTPUTS_ARE_FREED = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")
 """Whether PyTorch frees an output of a stage once it is sent, before the backward. PyTorch 2.15 does so in GPipe and
 1F1B. In schedules with several stages per rank, it waits for the sending only after the backward."""
-SCHEDULES: Mapping[str, TorchSchedule] = {
-    "interleaved": TorchSchedule("ScheduleInterleaved1F1B", None),
-    "zbv": TorchSchedule("ScheduleZBVZeroBubble", 2),
-    "interleaved-zb": TorchSchedule("ScheduleInterleavedZeroBubble", None),
-    "dualpipev": TorchSchedule("ScheduleDualPipeV", 2),
+TORCH_CLASSES: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
+"""For each schedule, its class in `torch.distributed.pipelining`."""
+EACH: Mapping[str, int] = {"zbv": 2, "dualpipev": 2}
+"""The number of stages that each rank must have, for schedules that do not allow any."""
 
 
 @dataclass
@@ -65,13 +59,14 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
     `UsageError` if the numbers do not fit."""
     # Kinds: F forward, B backward, I input gradients only, W weight gradients only. RECV_F, RECV_B: begin to
     # receive from the previous or next stage. DROP_F, DROP_B: free a sent message.
-    kind = SCHEDULES[name]
     each = stages // ranks
-    if stages % ranks or (kind.each is not None and each != kind.each):
-        wanted = f"{kind.each} stages on each rank" if kind.each else "the same number of stages on each rank"
+    if stages % ranks or each != EACH.get(name, each):
+        wanted = (
+            f"{EACH[name]} stages on each rank" if name in EACH else "the same number of stages on each rank"
+        )
         raise UsageError(f"{name} needs {wanted}, not {stages} stages on {ranks} ranks")
     try:
-        made = getattr(pipelining, kind.cls)(
+        made = getattr(pipelining, TORCH_CLASSES[name])(
             [_Stage(i, stages, ranks) for i in range(each)],
             microbatches,
             loss_fn=lambda output, target: output,

@@ -7,7 +7,8 @@ receiver posts one receive for each credit ahead, and passes received tensors on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,21 +58,13 @@ class Peer:
     def _tag(self, number: int) -> int:
         return self.tag * (MOST_TENSORS + 1) + number
 
-    def reached(self) -> _Reached:
+    @contextmanager
+    def reached(self) -> Iterator[None]:
         """A context in which a RuntimeError, a failed connection, becomes a `ProcessEnded` with a line that names
         the neighbour."""
-        return _Reached(self.rank)
-
-
-@dataclass(frozen=True)
-class _Reached:
-    rank: int
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        try:
+            yield
+        except RuntimeError:
             raise ProcessEnded(
                 f"rank {self.rank} of the pipeline has ended or cannot be reached; its output, or torchrun's, says why"
             ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.compiled_plan import add_gradient
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.dataflow_code import StageCode
 from rematplan.runtime.pipeline.random_seeds import seed_of
 from rematplan.runtime.pipeline.stage_modules import StageModule
@@ -158,17 +159,13 @@ class StageHooks:
     """The stage."""
     key: tuple[int, int, int]
     """The pipeline's seed and the numbers of step and micro-batch, from which random calls are seeded."""
-    sends: Callable[[Sequence[torch.Tensor]], None]
+    send: Callable[[Sequence[torch.Tensor]], None]
     """Called with the stage's outputs."""
     returns: Callable[[Sequence[torch.Tensor | None]], None]
     """Called with the recomputed inputs, then the gradient of each input that requires one, or None if the backward
     computes none."""
     drift: Drift | None = None
     """Compares recomputed tensors with the original ones; None: they are not compared."""
-
-    def send(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Pass the outputs to ``sends``."""
-        self.sends(outputs)
 
     def renew(self, buffers: Sequence[torch.Tensor]) -> None:
         """Write new contents into the stage's buffers, in the order of `StageCode.buffers`."""
@@ -240,15 +237,7 @@ def sample(tensor: torch.Tensor) -> list[float]:
     while tensor.numel() > SAMPLED:
         longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
         tensor = tensor[(slice(None),) * longest + (slice(None, None, 2),)]
-    return list(_numbers(tensor.tolist()))
-
-
-def _numbers(nested: Any) -> Iterator[float]:
-    if isinstance(nested, list):
-        for one in nested:
-            yield from _numbers(one)
-    else:
-        yield nested
+    return pytree.tree_leaves(tensor.tolist())
 
 
 def distance(found: Sequence[float], true: Sequence[float]) -> float:
