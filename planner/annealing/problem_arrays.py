@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.annealing.state import Flow, Ints, Problem
+from rematplan.planner.arrays.csr import compressed_rows
 from rematplan.planner.arrays.precedence import must_run, needed_ops
 
 EXACT = 2**52
@@ -93,11 +93,11 @@ def problem_arrays(graph: TrainingGraph, known: Recipes, unit: int, keep_order: 
     ordered = base if keep_order else set(graph.ordered)
     once = set(graph.never_rerun)
     return Problem(
-        *_rows(reads),
-        *_rows(writes),
+        *compressed_rows(reads),
+        *compressed_rows(writes),
         Flow(
-            *_rows(_turned(reads, len(names))),
-            *_rows(makers),
+            *compressed_rows(_turned(reads, len(names))),
+            *compressed_rows(makers),
             producer=np.array([row[0] if len(row) == 1 else -1 for row in makers], dtype=np.int64),
         ),
         least=np.array([*known.least, 1], dtype=np.int64),
@@ -121,13 +121,6 @@ def _turned(rows: Sequence[Sequence[int]], columns: int) -> list[list[int]]:
         for x in row:
             turned[x].append(i)
     return turned
-
-
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Convert lists of different lengths to compressed sparse rows (starts, items): list i is
-    ``items[starts[i]:starts[i + 1]]``."""
-    starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
-    return starts, np.array([x for row in rows for x in row], dtype=np.int64)
 
 
 def _neighbours(places: Iterable[int], ops: Sequence[Op], ordered: set[str]) -> Ints:

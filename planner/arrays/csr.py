@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,8 @@ def traffic_of(graph: TrainingGraph) -> CSRGraph:
 def _traffic(graph: TrainingGraph) -> CSRGraph:
     ix = indexed(graph)
     producer = np.array(ix.producer, dtype=np.int64)
-    reads_at, reads = _rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])
-    writes_at, writes = _rows(ix.writes)
+    reads_at, reads = compressed_rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])
+    writes_at, writes = compressed_rows(ix.writes)
     return CSRGraph(
         reads_at=reads_at,
         reads=reads,
@@ -68,6 +69,8 @@ def _traffic(graph: TrainingGraph) -> CSRGraph:
     )
 
 
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    at = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    return at, np.array([t for row in rows for t in row], dtype=np.int64)
+def compressed_rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Convert lists of different lengths to compressed sparse rows (starts, items): list i is
+    ``items[starts[i]:starts[i + 1]]``."""
+    starts = np.array([0, *accumulate(map(len, rows))], dtype=np.int64)
+    return starts, np.array([x for row in rows for x in row], dtype=np.int64)

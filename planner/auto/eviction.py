@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.auto.eviction_kernel import Policy
 from rematplan.planner.auto.eviction_simulation import (
     EvictionTables,
-    Policy,
     Simulation,
     random_policy,
     tables_of,
@@ -88,16 +88,17 @@ def plan_by_eviction(
     tries: int,
     seed: int = 0,
     keep_order: bool = False,
+    compiled: bool = True,
 ) -> Plan | None:
     """Simulate eviction ``tries`` times, each time with a random eviction policy. Return the cheapest plan found within
-    ``budget`` bytes, or None if there is none.
+    ``budget`` bytes, or None if there is none. ``compiled``: as for `Simulation`.
     """
     source = random.Random(seed)
     best: Plan | None = None
     for _ in range(tries):
         policy = random_policy(source)
         tables = _tables(graph, budget, policy, keep_order)
-        simulation = Simulation(tables, budget, policy, source, effort)
+        simulation = Simulation(tables, budget, policy, source, effort, compiled)
         if effort.over:
             break
         if simulation.run():

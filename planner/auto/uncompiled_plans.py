@@ -33,7 +33,7 @@ def uncompiled_plan(graph: TrainingGraph, budget: int, seconds: float) -> Plan |
     effort = Effort(seconds * LONGEST)
     best = _best_of_chen(graph, budget, effort.part(seconds)) if graph.has_phases else None
     left = effort.part(seconds - effort.spent()) if best else effort
-    evicted = plan_by_eviction(graph, budget, left, tries=SIMULATIONS)
+    evicted = plan_by_eviction(graph, budget, left, tries=SIMULATIONS, compiled=False)
     found = [plan for plan in (best, evicted) if plan is not None]
     return min(found, key=lambda plan: plan.estimate.cost, default=None)
 

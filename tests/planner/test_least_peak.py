@@ -79,7 +79,7 @@ def test_deferred_outputs_are_made_again_within_the_budget(seed: int, ordered: b
     tables = tables_of(graph, len(plain.peaks))
     assert list(plain.peaks) == sorted(set(plain.peaks), reverse=True)
     budget = plain.peaks[0] - 100
-    policy = replace(random_policy(source), backward=False)
+    policy = random_policy(source)._replace(backward=False)
     assert not Simulation(plain, budget, policy, source, Effort()).run()
     simulation = Simulation(tables, budget, policy, source, Effort())
     assert simulation.run()

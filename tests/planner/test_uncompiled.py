@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from rematplan.planner.auto.compile_kernels import compile_kernels, kernels_are_ready
+from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.uncompiled_plans import STRATEGIES, uncompiled_plan
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions
+from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
+from rematplan.planner.strategies.store_all import no_recompute
 
 
 @pytest.fixture
@@ -69,6 +72,24 @@ def test_plain_and_compiled_loops_lower_alike(problems, name) -> None:
             assert np.array_equal(*runs)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_plain_and_compiled_loops_evict_alike(problems, seed) -> None:
+    source = Random(seed)
+    graph = problems.random_training(source, 12)
+    graph = replace(graph, never_rerun=tuple(op.name for op in graph.ops[seed % 3 :: 5]))
+    deferred = len(tables_of(graph).peaks)
+    for share in (1.0, 0.8, 0.6, 0.4):
+        budget, policy = int(share * no_recompute(graph).peak), random_policy(source)
+        both = []
+        for compiled in (True, False):
+            effort = Effort(moves=10**6)
+            tables = tables_of(graph, 1 + seed % deferred)
+            simulation = Simulation(tables, budget, policy, Random(seed), effort, compiled)
+            both.append((simulation.run(), simulation.runs))
+            assert effort.done == len(simulation.runs)
+        assert both[0] == both[1]
+
+
 def _partition(graph, plan):
     kept = [t for op in graph.ops[: len(graph.ops) // 4] for t in op.writes]
     return Partition(plan.blocks, tuple(kept))
@@ -80,6 +101,7 @@ from random import Random
 sys.path.insert(0, {folder!r})
 import problems
 from rematplan.planner.auto.compile_kernels import kernels_are_ready
+from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.uncompiled_plans import uncompiled_plan
 from numba.core.dispatcher import Dispatcher
 assert not kernels_are_ready()
