@@ -116,10 +116,9 @@ def added(container: Any, was: Any) -> Any:
         return {k: v for k, v in dict.items(container) if k not in was or was[k] is not v}
     if isinstance(container, set):
         return container - was if was <= container else None
-    if isinstance(container, list) and len(container) >= len(was) and all(map(is_, was, container)):
-        return list(container[len(was) :])
-    if isinstance(container, deque) and container.maxlen is None and all(map(is_, was, container)):
-        return list(container)[len(was) :]
+    if isinstance(container, list) or (isinstance(container, deque) and container.maxlen is None):
+        begins_alike = len(container) >= len(was) and all(map(is_, was, container))
+        return list(container)[len(was) :] if begins_alike else None
     return None
 
 

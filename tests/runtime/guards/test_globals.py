@@ -5,6 +5,7 @@ import copy
 import functools
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
@@ -30,6 +31,7 @@ KINDS = [nn.Tanh]
 POWER = ContextVar("POWER", default=1.0)
 LEAKY = nn.LeakyReLU(0.5)
 COUNT = STEP = LAST = 0
+RECENT: Any = [1.0]
 EXTRA = [2.0]
 REGISTRY: dict[str, Any] = {"linear": nn.Linear}
 
@@ -406,6 +408,25 @@ def test_what_the_forward_itself_sets_is_set_and_costs_no_further_plan() -> None
         ours(X).sum().backward()
         assert (before + k + 1, len(X)) == (COUNT, LAST)
     assert len(ours.plans) == 1
+
+
+class Emptying(Part):
+    """Empties what lies outside of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        RECENT.clear()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [list, deque, set])
+def test_what_the_forward_empties_is_emptied_at_each_call(kind: type) -> None:
+    globals().update(RECENT=kind([1.0]))
+    ours = planned(Emptying())
+    assert len(RECENT) == 1
+    for _ in range(3):
+        RECENT.__init__([2.0, 3.0])
+        ours(X).sum().backward()
+        assert not RECENT
 
 
 def test_registries_may_grow() -> None:
