@@ -1,5 +1,4 @@
-"""A backend of `torch.compile` that splits each joint graph of AOTAutograd into forward and backward according to a
-plan."""
+"""A backend of `torch.compile` that splits each joint graph into forward and backward as a plan says."""
 
 from __future__ import annotations
 
@@ -165,8 +164,7 @@ class PlanningBackend:
         return plan
 
     def _frame(self) -> set[int]:
-        """Add the current compilation to ``compiled``, and return all of its function's; empty outside of
-        TorchDynamo."""
+        """Add the compilation to ``compiled``, and return its function's; empty outside of TorchDynamo."""
         present = CompileContext.current_compile_id()
         if present is None or present.frame_id is None or present.frame_compile_id is None:
             return set()
@@ -175,8 +173,7 @@ class PlanningBackend:
         return times
 
     def _say_limit(self) -> None:
-        """Warn when TorchDynamo compiles a function for the last time: it runs further sizes and modes without a
-        plan."""
+        """Warn when TorchDynamo compiles a function for the last time: further sizes and modes get no plan."""
         before = sum(map(len, self.compiled.values()))
         times, limit = self._frame(), dynamo_config.recompile_limit
         if len(times) == limit and sum(map(len, self.compiled.values())) > before:

@@ -159,8 +159,7 @@ class SymbolicGraph:
         return version
 
     def _compiled_again(self, plan: Plan) -> _Version:
-        """Compile the graph for another plan. What it assumes beyond TorchDynamo's fixed guards becomes
-        `_Version.holds`."""
+        """Compile for another plan. What that assumes beyond TorchDynamo's fixed guards becomes `_Version.holds`."""
         shapes = self.mode.shape_env
         assert shapes is not None
 
@@ -207,8 +206,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _traced(node: fx.Node, given: Any) -> Any:
-    """Return the value with which TorchDynamo traced an input: the placeholder's tensor without data, or the size
-    itself."""
+    """Return what TorchDynamo traced for an input: the placeholder's tensor without data, or the size."""
     return node.meta["example_value"] if isinstance(given, torch.Tensor) else given
 
 

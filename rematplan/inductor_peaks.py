@@ -1,5 +1,4 @@
-"""Plans whose budget holds for the code that Inductor makes of them: its peak is counted, and the plan is made
-again."""
+"""Plans whose budget holds for the code that Inductor makes of them: its peak is counted, and planned again."""
 
 from __future__ import annotations
 

@@ -114,8 +114,7 @@ def _check_comparable(graph: Graph) -> None:
 
 
 def _is_off(node: Node, constants: Mapping[str, Weight]) -> bool:
-    """Return whether the model proves that a dropout returns its input: not in training mode, or by a constant ratio
-    of 0."""
+    """Return whether a dropout surely returns its input: not in training mode, or by a constant ratio of 0."""
     if node.version < 12:
         return bool(node.attributes.get("is_test", 0))
     ratio, training = (constants.get(n) if n else None for n in (*node.inputs, "", "")[1:3])

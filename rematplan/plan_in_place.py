@@ -103,8 +103,7 @@ def remove(model: Module) -> Module:
 
 
 class InPlace(HasRunner):
-    """The ``forward`` of a module that is planned in place: an attribute that looks like a bound method to wrapping
-    libraries."""
+    """The ``forward`` of a module planned in place: an attribute that looks like a bound method to libraries."""
 
     __slots__ = ("active", "asked", "model", "modules", "replaced", "seen")
 
@@ -209,8 +208,7 @@ class InPlace(HasRunner):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function of a module that is planned in place, as of a bound method, which a library may wrap and bind
-        again."""
+        """A function of a module planned in place, as of a bound method, which libraries may wrap and bind again."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             planned = vars(module).get(IN_PLACE)

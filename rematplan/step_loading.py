@@ -270,8 +270,7 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return a random tensor for a graph's input: normal numbers, true, or integers 0 and 1, which are valid
-    indices."""
+    """Return random numbers for a graph's input: normal, true, or integers 0 and 1, which are valid indices."""
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")

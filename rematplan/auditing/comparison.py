@@ -83,8 +83,7 @@ def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
 
 
 def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
-    """Return the faults of a step that raises an error with its own checkpointing; `ModelError` if it does so without,
-    too."""
+    """Return the faults of a step that fails with its own checkpointing; `ModelError` if it does so without, too."""
     kinds = _recomputing(seen)
     try:
         _plain_results(step, kinds)

@@ -185,8 +185,7 @@ def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
 
 COMPILER = "torch.compile gives other results than eager mode"
 ABOUT = 0.9
-"""Results whose difference is at least this share of the largest one count as about equal: the first of them names
-the module."""
+"""Differences of at least this share of the largest count as about equal: the first of them names the module."""
 BACKENDS = (
     'look for code that asks torch.compiler.is_compiling(); if there is none, compile with backend="aot_eager" to see '
     "whether Inductor is the cause"

@@ -81,8 +81,7 @@ class Region:
     again: list[OpRun] = field(default_factory=list)
     """The ops of the first recomputation."""
     host_states: list[bytes] = field(default_factory=list)
-    """States of NumPy's and Python's random number generators: before and after the forward, then before the
-    recomputation."""
+    """States of NumPy's and Python's random generators: before and after the forward, then before the recomputation."""
     times: int = 0
     """How often it ran, the forward included."""
 

@@ -1,5 +1,4 @@
-"""``rematplan compare``: compare strategies that keep, recompute or invert tensors: their peaks, extra time and
-gradient errors."""
+"""``rematplan compare``: compare strategies that keep, recompute or invert tensors: peaks, extra time, errors."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ def _sharing(rival: PlannedRival, auto: Strategy, costs: str, out: Output) -> Sh
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:
-    """Return a sort key for plans: plans within the budget (bytes) come first, by cost; then the others, by peak and
-    cost."""
+    """Return a sort key for plans: those within the budget (bytes) come first, by cost; others by peak and cost."""
     return max(plan.estimate.peak, budget), plan.estimate.cost
 
 

@@ -116,8 +116,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve``: compute the trade-off curves, show them and write the requested files. Return the exit
-    status 0."""
+    """Run ``rematplan curve``: compute trade-off curves, show them and write the requested files. Return 0."""
     check_outputs(args.png, args.csv)
     if args.measure and is_problem(args):
         raise UsageError("--measure needs a model, and a problem file does not contain one")
@@ -308,8 +307,7 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
 
 
 def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
-    """Return the JSON output of the plans that were run: measured peak, median seconds, and least, median and
-    largest overhead."""
+    """Return the JSON output of plans that were run: peak, median seconds, and least, median and largest overhead."""
     return [
         _point(m.plan)
         | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}
@@ -326,8 +324,7 @@ def _point(plan: Plan) -> dict[str, Any]:
 
 
 def _without_store_all(curves: Mapping[str, Sequence[Plan]]) -> Mapping[str, Sequence[Plan]]:
-    """Return the curves for the table: without ``store_all``, whose plan is the first row, unless it is the only
-    one."""
+    """Return the curves for the table: without ``store_all``, whose plan is the first row, unless it is alone."""
     others = {name: plans for name, plans in curves.items() if name != StoreAll.name}
     return others or curves
 

@@ -81,8 +81,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
-    """Return the computed curves' plan of least overhead within a budget such as ``60%``; `InfeasibleBudget` if none
-    fits."""
+    """Return the curves' plan of least overhead within a budget such as ``60%``; `InfeasibleBudget` if none fits."""
     base, stated = trade_off.base.estimate.peak, parse_budget(budget)
     every = {"auto": [p for plans in trade_off.curves.values() for p in plans]}
     (row,) = rows_at(every, [stated], base, trade_off.whole)

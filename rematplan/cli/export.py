@@ -34,8 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan export``: write a network, with weights of a fixed seed, as an ONNX file. Return the exit
-    status 0."""
+    """Run ``rematplan export``: write a network, with weights of a fixed seed, as an ONNX file. Return 0."""
     check_outputs(args.output)
     sizes = zoo_sizes(args.name, dimensions(args.dim or ()))
     with zoo_errors(), out.progress(f"exporting {args.name}"):

@@ -1,5 +1,4 @@
-"""Models without data for ``rematplan fit``: of the zoo, an ONNX file, a user's function, or a configuration of
-Hugging Face."""
+"""Models without data for ``rematplan fit``: of the zoo, an ONNX file, a user's function, or Hugging Face."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan info``: show a topic, and return the exit status 0; `UsageError` for ``--clear`` of another
-    than the cache."""
+    """Run ``rematplan info``: show a topic, and return 0; `UsageError` for ``--clear`` of another than the cache."""
     if args.clear and args.topic != "cache":
         raise UsageError("--clear deletes saved plans and measured costs; write rematplan info cache --clear")
     out.data(TOPICS[args.topic](args, out))

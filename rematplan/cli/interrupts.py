@@ -13,8 +13,7 @@ _pressed = threading.Event()
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """A context in which `stop_if_pressed` knows of Ctrl-C. No effect outside of the main thread, or with another
-    handler."""
+    """A context in which `stop_if_pressed` knows of Ctrl-C. No effect in other threads, or with another handler."""
     _pressed.clear()
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -32,8 +32,7 @@ class Output:
     quiet: bool = False
 
     def show(self, *views: RenderableType) -> None:
-        """Print tables or lines on standard output, unless ``json`` or ``quiet`` is set. Raises KeyboardInterrupt
-        after Ctrl-C."""
+        """Print tables or lines, unless ``json`` or ``quiet`` is set. KeyboardInterrupt after Ctrl-C."""
         stop_if_pressed()
         if self.json or self.quiet:
             return

@@ -1,5 +1,4 @@
-"""``rematplan pipeline``: divide a model into pipeline stages, plan each rank's stages within the budget, and show the
-timeline."""
+"""``rematplan pipeline``: divide a model into stages, plan each rank within the budget, show the timeline."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options of a search to ``parser``: budget, strategy, splits and kernels. ``required``: whether
-    ``--budget`` is."""
+    """Add options of a search: budget, strategy, splits and kernels. ``required``: whether ``--budget`` is."""
     parser.add_argument(
         "--budget",
         required=required,
@@ -102,8 +101,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _error(source: Source, plan: Plan) -> float:
-    """Return the largest predicted relative error, from inverses that round, of the forward tensors that the
-    backward reads."""
+    """Return the largest predicted relative error by inverses of the forward tensors that the backward reads."""
     if source.loaded is None:
         return worst_error(source.graph, plan.schedule)
     from rematplan.api import predicted_error

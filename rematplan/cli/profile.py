@@ -1,6 +1,4 @@
-"""``rematplan profile``: measure a step's ops on this machine, and write their costs for planning on another
-machine.
-"""
+"""``rematplan profile``: measure a step's ops on this machine, and write their costs for planning elsewhere."""
 
 from __future__ import annotations
 

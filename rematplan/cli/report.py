@@ -37,9 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return the exit status
-    0.
-    """
+    """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return 0."""
     files = {"report": args.output, "snapshot": args.snapshot, "trace": args.trace}
     check_outputs(*files.values())
     if not any(files.values()):
@@ -56,8 +54,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return the problem and the plan of a plan file alone, or of a model with either a plan file or a budget; else
-    `UsageError`."""
+    """Return problem and plan of a plan file, or of a model with a plan file or a budget; else `UsageError`."""
     if is_problem(args) and (found := load_plan_with_problem(args.model)):
         if args.budget is not None or args.plan is not None:
             raise UsageError(f"{args.model} is a plan; state neither --budget nor --plan")

@@ -110,8 +110,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def parser(argv: Sequence[str]) -> Parser:
-    """Return the command line's parser, with the arguments of the command that ``argv`` names: importing the others
-    takes seconds."""
+    """Return the parser, with the arguments of ``argv``'s command only: importing the others takes seconds."""
     root = Parser(
         prog="rematplan",
         description="Run a training step within a memory budget, with the least extra time for recomputation.",

@@ -32,8 +32,7 @@ COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_per
 
 
 def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
-    """Return the dimension with a range of sizes in ``--dim``, and the range, or None; `UsageError` if there are
-    two."""
+    """Return the dimension with a range in ``--dim``, and the range, or None; `UsageError` if there are two."""
     found = [(name, sizes) for name, sizes in args.dim or () if isinstance(sizes, range)]
     if len(found) > 1:
         raise UsageError(f"--dim {found[1][0]}: one dimension may have a range, and {found[0][0]} has one")
@@ -116,8 +115,7 @@ def _title(problems: ProblemRange) -> str:
 
 
 def _bytes(budget: Budget, problems: ProblemRange, auto: Auto) -> int:
-    """Return the budget in bytes, one for all sizes, from the captured problem with the largest peak without
-    recomputation."""
+    """Return the bytes for all sizes, from the captured problem with the largest peak without recomputation."""
     largest = max(problems.captured.values(), key=lambda graph: no_recompute(graph).estimate.peak)
     return budget.of(largest, lambda: least_plan(auto, largest, kind="least").estimate.peak)
 
@@ -143,8 +141,7 @@ def _document(problems: ProblemRange, plans: Sequence[RangePlan], notes: Sequenc
 
 
 def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
-    """Return the JSON output for one size: figures of the cheapest plan that fits, else of the one with the smallest
-    peak."""
+    """Return the JSON output for one size: of the cheapest plan that fits, else of the smallest peak."""
     return {
         "size": row.size,
         "fits": row.fits,

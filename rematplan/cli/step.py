@@ -83,8 +83,7 @@ def _added_loss(loaded: LoadedStep, stated: str | None) -> tuple[str, ...]:
 
 
 def run_plan(loaded: LoadedStep, plan: Plan, out: Output, steps: int, check: bool) -> StepReport:
-    """Run a step by a plan ``steps`` times, compared with plain autograd if ``check``, print its measurements and
-    return them."""
+    """Run a step by a plan ``steps`` times, compared with autograd if ``check``; print and return what was measured."""
     from rematplan import api
 
     with out.progress("running") as progress:
@@ -102,8 +101,7 @@ def exit_status(report: StepReport) -> int:
 
 
 def step_document(report: StepReport) -> dict[str, Any]:
-    """Return the JSON output for a step that was run: peaks in bytes, times in seconds, the losses and the
-    verification."""
+    """Return the JSON output of a step: peaks in bytes, times in seconds, the losses and the verification."""
     checked = report.verification
     return {
         "measured_peak": report.measured_peak,

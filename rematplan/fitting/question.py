@@ -119,8 +119,7 @@ def question(
     max_overhead: float | None,
     strategy: str | Strategy | None = None,
 ) -> Question:
-    """Return the question that the arguments of `fit` state; `UsageError` for an unknown type or optimizer, or a
-    negative overhead."""
+    """Return what the arguments of `fit` ask; `UsageError` for an unknown type or optimizer, or a negative overhead."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:

@@ -89,8 +89,7 @@ class CacheEntry:
     def planned_again(
         self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
     ) -> CacheEntry:
-        """Return an entry for the same forward with another step and plan, which also serves earlier gradients if
-        the plan fits then."""
+        """Return an entry with another step and plan, which also serves earlier gradients if the plan fits then."""
         other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
@@ -136,8 +135,7 @@ class CachedPlans:
         self.recent.trim(self._entries)
 
     def of_forward(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Return the entries for ordinary calls that are for the same forward as ``entry``: those with the same guard
-        object."""
+        """Return the plain entries for the same forward as ``entry``: those with the same guard object."""
         return [one for one in self.plain() if one.guard is entry.guard]
 
     def replace(self, found: CacheEntry) -> None:

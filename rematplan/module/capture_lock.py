@@ -8,8 +8,7 @@ from threading import Condition, RLock, get_ident
 
 
 class CaptureLock:
-    """A reentrant lock that any number of threads have in shared mode (`shared`), or one thread exclusively
-    (`alone`)."""
+    """A reentrant lock that any number of threads share (`shared`), or one has exclusively (`alone`)."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # entered itself: a condition's ``with`` takes four times as long

@@ -223,8 +223,7 @@ class Captures:
 def capture_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
 ) -> tuple[ReadyCapture, CapturedStep]:
-    """Return a model's capture for these arguments, with which its planned module can begin, and the captured step
-    before planning."""
+    """Return a model's capture, with which its planned module can begin, and the step before planning."""
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
         tracing = Tracing.of(model, args, kwargs, name)
         found = Captures(tracing.name, most=1).captured(tracing)
@@ -239,8 +238,7 @@ def _learn(
     planner: Planner,
     arrived: frozenset[str],
 ) -> None:
-    """Remember the problem of a batch for plans at other sizes, and with the first one those of separately captured
-    shapes."""
+    """Remember the problem of a batch for plans at other sizes, and at first those of separate captures."""
     assert found.problem is not None
     if not plans.learned:
         for known in shapes.known_instances(instance.forward):

@@ -53,8 +53,7 @@ class Original:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Traces a model's forward and backward for a call, with fixed sizes (`fixed`) or symbolic ones that serve
-    others (`symbolic`)."""
+    """Traces a model's forward and backward for a call, with sizes as they are (`fixed`) or for others (`symbolic`)."""
 
     name: str
     """The model's name, for messages."""

@@ -128,9 +128,7 @@ class Planning:
 
     @property
     def source(self) -> str:
-        """The Python source code that was generated from `plan`: the functions that execute the forward and the
-        backward.
-        """
+        """The Python source generated from `plan`: the functions that execute the forward and the backward."""
         return _last(self._planned).compiled.halves.source
 
     def report(self, path: str | Path | None = None) -> Report:

@@ -34,8 +34,7 @@ class Running:
 
     @property
     def shown(self) -> Plan:
-        """The present plan, with the search's lower bound if that is larger, and the status ``refining`` while the
-        search runs."""
+        """The plan, with the search's lower bound if that is larger; ``refining`` while the search runs."""
         plan, search = self.plan, self.refinement
         if search is None:
             return plan

@@ -1,5 +1,4 @@
-"""A module whose forward and backward follow a plan. It keeps its class, as a base class, its parameters and its
-state."""
+"""A module whose forward and backward follow a plan. It keeps its class as a base, and its state."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ class _Planned(HasRunner):
         return self._rematplan.unplanned.tell(cast(nn.Module, self), what, call)
 
     def _rematplan_model(self) -> nn.Module:
-        """Return the original model; or this object if its class was changed after planning, as by a
-        parametrisation."""
+        """Return the original model; this object if its class was changed since, as by a parametrisation."""
         further = type(self) is not _class_of(self._rematplan_kind)
         return cast(nn.Module, self) if further else self._rematplan_origin
 
@@ -157,16 +155,14 @@ class _Planned(HasRunner):
         return Original(model, super().forward if further else model.forward)  # type: ignore[misc]
 
     def __copy__(self) -> Any:
-        """Return another planned module with the same parameters, submodules and plans. Plans made later are
-        separate."""
+        """Return another planned module with the same parameters, submodules and plans so far."""
         model = copy.copy(self._rematplan_model())
         return _become(
             _blank(self._rematplan_kind), (model, self._rematplan.twin(), self._rematplan_replaced)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a planned module with copies of the weights and with the same plans, for example for an average of
-        weights."""
+        """Return a planned module with copies of the weights and the same plans, as for an average of weights."""
         memo[id(self)] = twin = _blank(self._rematplan_kind)
         model, replaced = (
             copy.deepcopy(one, memo) for one in (self._rematplan_model(), self._rematplan_replaced)

@@ -120,8 +120,7 @@ class OpenShapes:
     def accepted(
         self, state: guards.ModuleState, batch: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Instance, guards.Guard]]:
-        """Yield the captures with symbolic sizes that are valid for a batch, each with the batch's sizes and their
-        guard."""
+        """Yield the symbolic captures that are valid for a batch, with its sizes and their guard."""
         for forward in self.forwards:
             with suppress(NotSymbolic):
                 found = forward.accepted(state, batch)
@@ -129,8 +128,7 @@ class OpenShapes:
                     yield found
 
     def carry(self, forward: OpenForward) -> None:
-        """Count a shape that was served by the capture ``forward`` with a plan of other sizes, so that its step was not
-        made."""
+        """Count a shape that ``forward`` served with a plan of other sizes, so that its step was not made."""
         self._use(forward)
         self.carried += 1
 

@@ -30,8 +30,7 @@ class Difference:
     name: str
     """The result, such as ``gradient NAME``."""
     absolute: float
-    """The largest absolute difference of an element; infinite if only one of the steps has the result, or the shapes
-    differ."""
+    """The largest absolute difference of an element; infinite if only one step has it, or the shapes differ."""
     relative: float
     """The L2 norm of the difference divided by that of the result in plain autograd; infinite like ``absolute``.
 
@@ -169,7 +168,6 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """A context that begins without gradients, and restores gradients, buffers and the states of all random number
-    generators."""
+    """A context that begins without gradients, and restores gradients, buffers and all random states."""
     with same_buffers(module), same_gradients(module), same_draws():
         yield

@@ -54,8 +54,7 @@ class Exchange:
         return sums
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the inverses that this process has just made (0 or 1, by weight name) to the layers' workers,
-        and store received ones."""
+        """Send the inverses just made (0 or 1, by weight name) to the layers' workers, and store received ones."""
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
         """Return the mean gradients over processes of the layers worked on here. ``rows``: this process's weight."""

@@ -1,6 +1,4 @@
-"""Invert damped Kronecker factors, (F + λ I)⁻¹ with F symmetric positive semi-definite, by the methods in
-`INVERSES`.
-"""
+"""Invert damped Kronecker factors, (F + λ I)⁻¹ with F positive semi-definite, by the methods in `INVERSES`."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Dense:
     kind: ClassVar[str] = "dense"
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F and damping λ, by one matrix product. ``x``: (…, n,
-        columns).
-        """
+        """Return (F + λ I)⁻¹ ``x`` for a Kronecker factor F and damping λ, as a product. ``x``: (…, n, columns)."""
         return self.matrix @ x
 
 
@@ -144,9 +140,7 @@ def saved(inverse: Inverse) -> dict[str, Any]:
 
 
 def restored(state: Mapping[str, Any], device: torch.device) -> Inverse:
-    """Return the inverse that ``state`` describes, with its tensors on ``device``. ``state``: a dictionary from
-    `saved`.
-    """
+    """Return the inverse that ``state``, from `saved`, describes, with its tensors on ``device``."""
     parts = {
         name: tuple(t.to(device) for t in part) if isinstance(part, (tuple, list)) else part.to(device)
         for name, part in state.items()

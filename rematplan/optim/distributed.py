@@ -100,9 +100,7 @@ class Ranks(Exchange):
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
     def worked(self) -> Collection[str]:
-        """Return the weight names of the layers whose gradients this process multiplies by the inverses of Kronecker
-        factors.
-        """
+        """Return the weight names of the layers whose gradients this process multiplies by inverses."""
         return tuple(name for name in self._places if self._places[name] == self._grid.here)
 
     def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
@@ -133,9 +131,7 @@ class Ranks(Exchange):
         return self._reduce_scatter(parts, self._parts, range(grid.size), grid.rank, grid.group).items()
 
     def inverses(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the inverses that this process has just made (0 or 1, by weight name) to the layers' workers,
-        and store received ones.
-        """
+        """Send the inverses just made (0 or 1, by weight name) to the layers' workers, and store received ones."""
         assert self._routes
         self._routes.send(made)
 

@@ -24,8 +24,7 @@ from rematplan.runtime.statistics.packing import pack, packed_size, packed_trace
 
 AUTO = "auto"
 DIAGONAL_ABOVE = 16_384
-"""With ``auto``, only the diagonal of a factor with more rows is stored: the matrix and its inverse would take 1.5
-GiB."""
+"""With ``auto``, only the diagonal of a factor with more rows is stored: with its inverse it would take 1.5 GiB."""
 LOW_RANK_FROM = 2_048
 """With ``auto``, a factor with fewer rows never gets a low-rank inverse: Cholesky factorisation takes no longer."""
 LOW_RANK_BELOW = 16
@@ -81,8 +80,7 @@ class Factor:
 
     @property
     def cost(self) -> float:
-        """The number of operations of an inversion, up to a constant factor: size³ for each matrix, or size for a
-        diagonal."""
+        """The operations of an inversion, up to a factor: size³ for each matrix, or size for a diagonal."""
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
@@ -94,9 +92,7 @@ class Factor:
         return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
 
     def fold(self, kept: Tensor, count: float, decay: float) -> None:
-        """Add statistics over ``count`` rows, in the form of `kept`, to the average, whose earlier sums are
-        multiplied by ``decay`` first.
-        """
+        """Add statistics over ``count`` rows, in the form of `kept`, to the average, first multiplied by ``decay``."""
         if self.total is None:
             self.total = torch.zeros_like(kept)
         self.total.mul_(decay).add_(kept)

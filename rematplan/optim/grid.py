@@ -36,9 +36,7 @@ class Grid:
         self.column = self.subgroup([range(c, self.size, self.width) for c in range(self.width)])
 
     def subgroup(self, parts: Sequence[range]) -> ProcessGroup | None:
-        """Create a process group for each range of ranks, and return this process's, or None. All processes
-        must call this equally.
-        """
+        """Create a process group for each range of ranks, in all processes, and return this process's, or None."""
         found: ProcessGroup | None = None
         for part in parts:
             made: Any = self.call(distributed.new_group, [self.everywhere(rank) for rank in part])

@@ -57,9 +57,7 @@ class InverseRoutes:
                     layer.sides[at].inverse = restored(state, layer.weight.device)
 
     def _saved(self, made: Mapping[str, tuple[int, ...]], place: int) -> SavedInverses:
-        """Return, as dictionaries, this process's new inverses that workers at position ``place`` of the
-        blocks need.
-        """
+        """Return, as dictionaries, this process's new inverses that workers at place ``place`` of blocks need."""
         keys = ((name, at) for name, these in made.items() for at in these if self._places[name] == place)
         found = {(name, at): self._layers[name].sides[at].inverse for name, at in keys}
         states = {key: saved(inverse) for key, inverse in found.items() if inverse is not None}

@@ -69,8 +69,7 @@ class Layer:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of weight and bias as one matrix: (outputs, inputs), or (groups, outputs, inputs) for a grouped
-        layer."""
+        """The shape of weight and bias as a matrix: (outputs, inputs), or (groups, outputs, inputs) if grouped."""
         blocks = (self.form.groups,) if self.form.groups > 1 else ()
         return torch.Size((*blocks, self.g.size, self.a.size))
 
@@ -151,9 +150,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
-    """Return the trained layers with Kronecker factors, by weight name. ``forms``: their factors on the
-    device ``meta``.
-    """
+    """Return the trained layers with factors, by weight name. ``forms``: their factors on the device ``meta``."""
     named = dict(model.named_parameters())
     return {
         name: layer(name, forms[name], weight, named.get(forms[name].bias_name or ""), how)
@@ -172,9 +169,7 @@ def layer(name: str, form: Factors, weight: Parameter, bias: Parameter | None, h
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor unchanged; if it is sharded over processes (a DTensor of FSDP2), gather and return the whole
-    tensor.
-    """
+    """Return a tensor as it is; if it is sharded (a DTensor of FSDP2), gather and return the whole."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

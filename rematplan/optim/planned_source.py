@@ -23,9 +23,7 @@ class PlannedSource:
         self._relays: tuple[_Relay, ...] = ()
 
     def layers(self) -> Mapping[str, Factors]:
-        """Return the factors by weight name in the whole model, on the device ``meta``: shapes and types
-        without values.
-        """
+        """Return the factors by weight name in the whole model, without values, on the device ``meta``."""
         return _Joined({prefix: part.statistics_layers() for prefix, part in self._parts.items()})
 
     def statistics(self) -> Statistics | None:

@@ -17,14 +17,10 @@ class StatisticsSource(Protocol):
         """Return the factors by weight name, on the device ``meta``: shapes and types without values."""
 
     def statistics(self) -> Statistics | None:
-        """Return the factors over the micro-batches since the last update, or None. A ``step`` that was read
-        before is ignored.
-        """
+        """Return the factors since the last update, or None. A ``step`` that was read before is ignored."""
 
     def state(self) -> Any:
-        """Return what `load` needs to continue with the same statistics. It is called after an update of the
-        weights.
-        """
+        """Return what `load` needs to go on with the same statistics. It is called after an update of the weights."""
 
     def load(self, state: Any) -> None:
         """Continue as after the call of `state` that returned ``state``."""

@@ -46,8 +46,7 @@ class Copies:
 
 
 def sums_bytes(layer: Layer) -> int:
-    """Return the temporary bytes of computing the vector `Layer.sums` from one layer's statistics, the vector
-    included."""
+    """Return the temporary bytes of computing `Layer.sums` of one layer's statistics, the vector included."""
     dense = sum(_dense(side) for side in layer.sides)
     joined = 2 if layer.form.groups > 1 else 1  # blocks with different inputs are copied into one tensor
     return joined * dense + 2 * _vector(layer)

@@ -1,5 +1,4 @@
-"""The update of the weights by an optimizer with Kronecker factors: preconditioning, clipping, momentum, weight
-decay."""
+"""The update of weights by Kronecker factors: preconditioning, clipping, momentum, weight decay."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ from rematplan.runtime.problem.loss_memory import COPIES
 MARGIN = 1 / 8
 """The share of the rest's measured bytes that is charged in addition, since its sizes may depend on values."""
 FIRST = 5.0
-"""The most seconds of search before the first step, where quickly found plans may serve: no later search replaces the
-plans."""
+"""The most seconds of search before the first step if quickly found plans may serve; no later search replaces them."""
 
 
 @dataclass(eq=False)

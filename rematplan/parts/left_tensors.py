@@ -15,8 +15,7 @@ from rematplan.runtime.guards.python_state import TENSORS
 
 
 def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, except ``results``, that Python code still holds and whose autograd graph has one of
-    ``nodes``."""
+    """Return the tensors, except ``results``, that Python still holds and whose graph has one of ``nodes``."""
     known = {id(one) for one in results}
     without: set[Any] = set()
     objects = gc.get_objects()

@@ -150,8 +150,7 @@ class PlannedParts:
         return original.plain(args, kwargs)
 
     def _new(self, rehearsed: Rehearsed) -> list[str]:
-        """Return the names of those modules that may be planned, have not run in a rehearsal, and of which no warning
-        told."""
+        """Return the modules that may be planned, have not run in a rehearsal, and of which no warning told."""
         called = {name for name, _ in rehearsed.calls}
         known = {*called, *rehearsed.refused, *self._told}
         return [name for name in self.parts if name not in known and not inside(name, called)]

@@ -70,8 +70,7 @@ class WholeOrParts(Runner):
             self._check_parts()
 
     def twin(self, *, with_plans: bool = True) -> WholeOrParts:
-        """Return a runner for a copy of the module, with the present plan of the whole or none. Plans of parts are not
-        shared."""
+        """Return a runner for a copy of the module, with the present plan of the whole or none, not those of parts."""
         twin = super().twin(with_plans=with_plans)
         assert isinstance(twin, WholeOrParts)
         twin.parts = None
@@ -158,8 +157,7 @@ class WholeOrParts(Runner):
             self.parts = self.parts.of(self.planner)
 
     def _plan_in_parts(self, original: Original, error: ModelError) -> None:
-        """Let the model be planned in parts, since the whole cannot be captured; raise ``error`` if that is not
-        possible."""
+        """Plan the model in parts, since the whole cannot be captured; raise ``error`` if that is impossible."""
         captured = bool(self.plans)
         no_parts = isinstance(error, NoGradients) or not modules_to_try(original.model)
         if no_parts or (captured and not isinstance(error, NotCaptured)):

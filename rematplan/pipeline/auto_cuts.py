@@ -56,8 +56,7 @@ def auto_cuts(
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return, in all processes, what ``choose`` returns in rank 0, or raise its error; without a process group, call it
-    here."""
+    """Return, in all processes, what ``choose`` returns in rank 0, or raise its error; alone, call it here."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
     # Measured costs and timed searches differ between processes.

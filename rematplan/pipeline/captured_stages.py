@@ -151,9 +151,7 @@ def _problem(
 
 
 def _are_messages(step: CapturedStep, received: bool) -> bool:
-    """Return whether the outputs' gradients had, at capture, the strides with which they arrive in a
-    pipeline: contiguous.
-    """
+    """Return whether the outputs' gradients had at capture the strides with which they arrive: contiguous."""
     fakes = [step.values[i.value].fake for i in step.inputs if i.kind == "tangent"]
     return all(
         # Without receive buffers, the stride of a dimension of size 1 is arbitrary.

@@ -34,9 +34,7 @@ class DataParallel:
             raise UsageError("state shards (FSDP2) or replicas (DistributedDataParallel), not both")
 
     def resident(self, stage: StageModule, device: torch.device) -> int:
-        """Return the bytes that FSDP2 or DistributedDataParallel holds for a stage during the whole step,
-        beyond its parameters.
-        """
+        """Return the bytes that FSDP2 or DDP holds for a stage during the whole step, beyond its parameters."""
         if self.shards > 1:
             # This process's shard, and padding: the first dimension is divided evenly, rounded up.
             every = list(stage.module.parameters())
@@ -64,9 +62,7 @@ class DataParallel:
         return max(0, needed - gradients - self._gathered(stage.module.parameters()))
 
     def copied(self, outputs: int) -> int:
-        """Return the bytes of the output copies that DistributedDataParallel holds per micro-batch from
-        forward to backward.
-        """
+        """Return the bytes of the outputs' copies that DDP holds per micro-batch from forward to backward."""
         return outputs if self.replicas > 1 else 0
 
     def _gathered(self, parameters: Iterable[torch.Tensor]) -> int:

@@ -133,9 +133,7 @@ def dataflow_stages(
 
 
 def _untaken_bytes(step: CapturedStep, schedule: Schedule) -> list[int]:
-    """Return, for each step of a schedule, the bytes of tensors that have arrived but are taken from their
-    message later.
-    """
+    """Return, by position of a schedule, the bytes of tensors that have arrived but are taken later."""
     # A message arrives whole before a forward's or backward's first op.
     boundary = schedule.index(Run(LOSS))
     found = [0] * len(schedule)

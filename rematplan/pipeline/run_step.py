@@ -1,5 +1,4 @@
-"""Run one step of a planned pipeline in several processes, measure each rank, and compare results with a single
-process."""
+"""Run a step of a planned pipeline in several processes, measure ranks, and compare results with one process."""
 
 from __future__ import annotations
 
@@ -215,8 +214,7 @@ def _of_all_ranks(own: Any, ranks: int) -> list[Any]:
 
 
 def _is_random(part: CapturedPart) -> bool:
-    """Return whether a stage draws random numbers. A stage without a backward is not captured; its exported forward
-    tells."""
+    """Return whether a stage draws random numbers. A stage without backward is not captured; its forward tells."""
     if not isinstance(part, FrozenStage):
         return any(call.seeded for call in part.step.calls)
     graph: Any = part.stage.module.graph
@@ -256,9 +254,7 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
 
 
 def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the inputs and targets of all micro-batches, joined along the first dimension; zeros for a loss
-    without targets.
-    """
+    """Return inputs and targets of all micro-batches, joined along the first dimension; zeros without targets."""
     generator = torch.Generator().manual_seed(SEED)
 
     def joined(one: torch.Tensor) -> torch.Tensor:
@@ -274,9 +270,7 @@ def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Te
 
 
 def _seed_forwards(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> None:
-    """Seed PyTorch's generator before each forward by micro-batch and stage, so that one process can draw the
-    same numbers.
-    """
+    """Seed PyTorch's generator before each forward by micro-batch and stage, so that one process draws the same."""
     for number, stage in zip(pipe.order.stage_of_rank[rank], stages, strict=True):
         forwards = (a for a in pipe.order.actions[rank] if (a.kind, a.stage) == ("F", number))
         seeds = iter([seed_of(SEED, 0, a.microbatch, number, 0) for a in forwards])

@@ -52,8 +52,7 @@ class Pipeline:
 
     @cached_property
     def stage_plans(self) -> tuple[StagePlan, ...]:
-        """For each stage of the planned ranks, by rising number: its memory (bytes), its times (microseconds) and its
-        plan."""
+        """For each stage of the planned ranks, by number: memory (bytes), times (microseconds) and plan."""
         found = (one for rank in self.ranks.values() for one in rank.stages)
         return tuple(sorted(found, key=lambda one: one.stage))
 

@@ -16,8 +16,7 @@ from rematplan.runtime.graph.module_names import prefixes
 from rematplan.runtime.problem.random_states import drawing_op
 
 MOST_BLOCKS = 64
-"""The largest number of blocks. Modules begin blocks from the outermost inwards, as long as there are not more
-blocks."""
+"""The most blocks. Modules begin blocks from the outermost inwards, as long as there are not more."""
 WRAPPER = "model."
 """The prefix of the names of everything inside a model that was wrapped together with a loss."""
 
@@ -84,9 +83,7 @@ def named_chain(
 
 
 def _outputs(step: CapturedStep, prefix: str) -> int:
-    """Return the bytes of the model's forward results that forward ops outside of it read. ``prefix``: of
-    module names.
-    """
+    """Return the bytes of the model's results that forward ops outside of it read. ``prefix``: of module names."""
     made: set[str] = set()
     read: set[str] = set()
     for call in (c for c in step.calls if not c.backward):
@@ -156,9 +153,7 @@ def _begins(
 
 
 def _narrowest(graph: TrainingGraph, begins: Mapping[int, str], wanted: Sequence[str]) -> dict[int, str]:
-    """Return fewer than `MOST_BLOCKS` of the places, where the forward sends the fewest bytes, and those of
-    ``wanted``.
-    """
+    """Return fewer than `MOST_BLOCKS` places, where the forward sends the fewest bytes, and those of ``wanted``."""
     places = sorted(begins)
     sends = dict(zip(places, stage_chain(graph, blocks_at(graph, places)).sends[1:], strict=False))
     size = math.ceil(len(places) / (MOST_BLOCKS - 1))

@@ -37,9 +37,7 @@ def stage_torch_memory(
 
 
 def handed_on(schedule: PipelineSchedule, number: int, stage: StageModule, device: torch.device) -> int:
-    """Return the bytes of a stage's outputs for one micro-batch if the next stage, on the same rank, counts
-    them; else 0.
-    """
+    """Return the bytes of one micro-batch's outputs if the next stage, on the same rank, counts them; else 0."""
     mine = schedule.stage_of_rank[schedule.rank_of(number)]
     return output_bytes(stage, device) if number + 1 in mine else 0
 

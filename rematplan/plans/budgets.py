@@ -88,8 +88,7 @@ class Budget:
 
     @property
     def is_lean(self) -> bool:
-        """Whether the budget is ``min`` or ``least``, so that its number of bytes depends on the smallest peak
-        found."""
+        """Whether the budget is ``min`` or ``least``, so that its bytes depend on the smallest peak found."""
         return self.kind in LEAN
 
     @property

@@ -33,8 +33,7 @@ class OtherBytes:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Objects other than the model whose memory the budget includes, counted each time a plan is made; `UsageError`
-    for an unknown item."""
+    """Objects whose memory the budget includes, counted each time a plan is made; `UsageError` for an unknown item."""
 
     items: tuple[object, ...] = ()
     """Optimizers, modules, numbers of bytes, text such as ``1GiB``, `GRADIENTS`, `Counted`, and objects with
@@ -168,8 +167,7 @@ def _said(item: Any, name: str) -> int:
 
 
 def _bytes(stated: str | Integral) -> int:
-    """Return a number or text such as ``1GiB`` as bytes, 0 for `GRADIENTS`, which the plan counts; else
-    `UsageError`."""
+    """Return a number or ``1GiB`` as bytes, 0 for `GRADIENTS`, which the plan counts; else `UsageError`."""
     if stated == GRADIENTS:
         return 0
     with suppress(UsageError):

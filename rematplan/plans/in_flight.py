@@ -1,5 +1,4 @@
-"""Plan a module as a pipeline stage, while a user's own schedule has several micro-batches between forward and
-backward."""
+"""Plan a module as a stage, while a user's schedule has several micro-batches between forward and backward."""
 
 from __future__ import annotations
 

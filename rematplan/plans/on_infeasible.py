@@ -1,5 +1,4 @@
-"""What happens if no plan fits the budget (the option ``on_infeasible``): what the error says, or which plan is used
-instead."""
+"""What happens if no plan fits the budget (``on_infeasible``): what the error says, or which plan is used."""
 
 from __future__ import annotations
 

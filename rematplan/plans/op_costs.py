@@ -30,8 +30,7 @@ Known: TypeAlias = Literal["profile"] | DeviceModel | Profile
 
 
 def known_costs(costs: str) -> Known:
-    """Return what ``costs`` names: ``profile`` itself, a device model, or the profile or device model in a file;
-    else `UsageError`."""
+    """Return what ``costs`` names: ``profile`` itself, a device model, or what is in a file; else `UsageError`."""
     if costs == PROFILE:
         return "profile"
     if not isinstance(costs, (str, Path)):
@@ -74,8 +73,7 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the memory that a backward needs to copy the outputs' gradients if a loss gives them other strides than
-    at capture."""
+    """Return the memory to copy the outputs' gradients if a loss gives them other strides than at capture."""
 
     def measured(other_strides: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
         return {name: cost.workspace for name, cost in profile_costs(other_strides, only=names).items()}

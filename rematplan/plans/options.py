@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)
-"""What to do if no plan fits the budget: raise an error, use the plan of the smallest found peak, or
-recompute nothing.
-"""
+"""What to do if no plan fits the budget: raise an error, use the smallest found peak, or recompute nothing."""
 UNSPLIT, AUTO_SPLIT = "off", "auto"
 Splits: TypeAlias = str | tuple[tuple[str, int], ...]
 """What is split along rows: `UNSPLIT`, `AUTO_SPLIT`, or pairs of a module's name and the number of parts of what can be
@@ -146,8 +144,7 @@ class PlanOptions:
 
     @property
     def refines(self) -> bool:
-        """Whether training starts with a quickly found plan of `auto`, while another process searches for better
-        ones."""
+        """Whether training starts with a quick plan of `auto`, while another process searches for better ones."""
         return self.takes_quick_plans and self.time_limit > QUICK
 
     @property

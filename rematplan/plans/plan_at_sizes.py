@@ -1,5 +1,4 @@
-"""Plan a step at new sizes: since compiling takes time, a compiled plan of other sizes is used if it is about as
-good."""
+"""Plan a step at new sizes. A compiled plan of other sizes is used if it is about as good."""
 
 from __future__ import annotations
 

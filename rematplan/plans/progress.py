@@ -19,8 +19,7 @@ LOG = logging.getLogger("rematplan")
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on standard error, if that is a terminal. Yields a function of the fraction done and a
-    text."""
+    """Show a progress bar on standard error, if a terminal. Yields a function of the fraction done and a text."""
     if not sys.stderr.isatty():
         yield silent
         return

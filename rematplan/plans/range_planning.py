@@ -45,8 +45,7 @@ class RangeSearchOptions:
     """The number of plans, found for other sizes, from which the search at one size starts. `polished` tidies
     at most the same number of plans."""
     polish_seconds: float = 0.1
-    """CPU seconds of each short anneal (local search) that improves the plans of a size. `AdaptOptions` states how
-    good that is."""
+    """CPU seconds of each short anneal that improves the plans of a size. `AdaptOptions` states how good that is."""
 
 
 OPTIONS = RangeSearchOptions()
@@ -197,8 +196,7 @@ class _RangeSearch:
             self._take(sizes[at], [plan] if plan else [])
 
     def _polish(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Improve the plans that fit and recompute by short anneals, at sizes spread over the range: not all may be
-        reached."""
+        """Improve fitting plans by short anneals, at sizes spread over the range: not all may be reached."""
         for at in _spread(len(sizes)):
             if effort.over:
                 return

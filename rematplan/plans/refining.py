@@ -91,8 +91,7 @@ class Refining:
     seconds: float = 0.0
     """How long the search has taken so far."""
     floor: float | None = None
-    """The largest proven lower bound so far on any plan's overhead, as a share of the step without recomputation;
-    None if none."""
+    """The largest proven lower bound of the overhead, as a share of the step without recomputation; None if none."""
     _found: tuple[StepPlan, Any] | None = None
     _best: float = field(init=False)
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -163,8 +162,7 @@ class Refining:
         return not self._ended.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the search ends, for at most ``seconds`` (None: without a limit). Return whether the search has
-        ended."""
+        """Wait until the search ends, for at most ``seconds`` (None: no limit). Return whether it has."""
         return self._ended.wait(seconds)
 
 
@@ -182,8 +180,7 @@ class Rechoosing:
     family: PlanFamily
     """The known plans for all sizes. Whenever it has new ones, it is evaluated again."""
     search: Callable[[], Refining | None] | None
-    """Returns a search in another process at these sizes, or None if none is needed; None if the options exclude
-    searches."""
+    """Returns a search in another process, or None if none is needed; None if options exclude searches."""
     searches: list[Refinement]
     """The running searches at all sizes, shared by the objects of one family."""
     _compiled: Callable[[StepPlan], Any] = field(init=False)

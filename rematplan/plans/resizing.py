@@ -65,8 +65,7 @@ class Resizing:
     family: PlanFamily
     """The known plans."""
     search: Callable[[TrainingGraph, Plan], Refining | None] | None = None
-    """Returns a search for a better plan of a problem, or None if none is needed; None if the options exclude
-    searches."""
+    """Returns a search for a better plan, or None if none is needed; None if the options exclude searches."""
     waiting: Callable[[Schedule], Sequence[int]] | None = None
     """Returns, by position of a schedule, the bytes of freed gradients that are not yet added to those of earlier
     steps; None if no new gradient is freed before the step ends."""
@@ -228,8 +227,7 @@ class Resizing:
 
 
 def _line(low: Ints, at_low: Floats, high: Ints, at_high: Floats, here: Ints) -> Floats:
-    """Interpolate linearly, element by element, from ``low`` to ``high`` at ``here``; where the two are equal, take
-    the larger value."""
+    """Interpolate linearly, by element, from ``low`` to ``high`` at ``here``; where equal, take the larger value."""
     span = high - low
     share = np.divide(here - low, span, out=np.ones(span.shape), where=span != 0)
     return np.where(span == 0, np.maximum(at_low, at_high), at_low + share * (at_high - at_low))

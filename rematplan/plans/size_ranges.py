@@ -1,5 +1,4 @@
-"""The planning problems of a step at all sizes of one dimension, captured at some sizes and interpolated between
-them."""
+"""A step's planning problems at all sizes of one dimension, captured at some and interpolated between them."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ def show_sizes(sizes: Sequence[int]) -> str:
 
 
 def _samples(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that are captured first: all if there are at most `EACH`, else eight, five of them at the
-    ends."""
+    """Return the sizes to capture first: all if there are at most `EACH`, else eight, five of them at the ends."""
     if len(sizes) <= EACH:
         return list(sizes)
     last = len(sizes) - 1
@@ -84,8 +82,7 @@ def _samples(sizes: Sequence[int]) -> list[int]:
 
 
 def interpolations(captured: Mapping[int, TrainingGraph]) -> list[Between]:
-    """Return interpolations between neighbouring sizes whose problems have the same ops, where the bytes of tensors
-    allow it."""
+    """Return interpolations between neighbouring sizes whose problems have the same ops, where bytes allow it."""
     found = []
     for _, rows in groupby(sorted(captured.items()), key=lambda row: row[1].fingerprint):
         if span := between(dict(rows)):

@@ -41,8 +41,7 @@ class _Measured:
     cost: CallCost
     """Measured or interpolated."""
     plain: bool
-    """Whether the call has no workspace and only one possible kernel. If so at all known sizes, costs between are
-    interpolated."""
+    """Whether the call has no workspace and one possible kernel. If so at all known sizes, costs are interpolated."""
 
 
 @dataclass(eq=False)
@@ -113,8 +112,7 @@ def _is_plain(step: CapturedStep, call: Call, cost: CallCost) -> bool:
 
 
 def _kind(step: CapturedStep, call: Call) -> str:
-    """Return a text of all on which a call's kernel depends except sizes. Calls with equal texts count as the same
-    call."""
+    """Return a text of all on which a call's kernel depends except sizes: calls with equal texts count as one."""
 
     def describe(name: str) -> str:
         t = step.values[name].fake

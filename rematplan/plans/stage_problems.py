@@ -1,5 +1,4 @@
-"""Make the planning problem of a pipeline stage from its captured step of one micro-batch, while others are in
-flight."""
+"""Make the planning problem of a stage from its step of one micro-batch, while others are in flight."""
 
 from __future__ import annotations
 

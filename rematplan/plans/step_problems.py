@@ -35,8 +35,7 @@ class StepProblems:
 
     options: PlanOptions
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The model's parameters and buffers under the names that captured steps use. Inverses need the values of
-    scales."""
+    """The model's parameters and buffers under the names that captured steps use. Inverses need scales' values."""
     added: frozenset[str] = frozenset()
     """Names of parameters that have gradients before the step. The step adds its gradients to them."""
     held: Mapping[str, int] = field(default_factory=dict)

@@ -73,8 +73,7 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return up to `RIVAL_PEAKS` evenly spread peaks of Pareto-optimal plans that recompute, not below ``budgets``,
-    as budgets for `auto`."""
+    """Return up to `RIVAL_PEAKS` evenly spread peaks of Pareto-optimal plans that recompute, not below ``budgets``."""
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
@@ -99,8 +98,7 @@ def _row(budget: Budget, name: str, plans: Sequence[Plan], base_peak: int, whole
 
 
 def spread_places(length: int, count: int) -> list[int]:
-    """Return at most ``count`` positions in a list of ``length`` items, evenly spread, the first and the last
-    included."""
+    """Return at most ``count`` positions among ``length`` items, evenly spread, the first and the last included."""
     if length <= count:
         return list(range(length))
     return [round(i * (length - 1) / (count - 1)) for i in range(count)]

@@ -1,5 +1,4 @@
-"""One row of the output of ``rematplan compare``: a plan of a training step, with its predicted and measured
-figures."""
+"""A row of ``rematplan compare``: a plan of a training step, with its predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -27,9 +26,7 @@ class Rival:
     """None if the plan was not run."""
 
     def fits(self, budget: int) -> str:
-        """Return ``yes``, ``no``, or ``predicted`` if the predicted peak is within ``budget`` bytes and the
-        measured one above.
-        """
+        """Return ``yes``, ``no``, or ``predicted`` if only the predicted peak is within ``budget`` bytes."""
         if self.plan.peak > budget:
             return "no"
         return "predicted" if self.report and self.report.measured_peak > budget else "yes"

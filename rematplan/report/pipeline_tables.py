@@ -53,9 +53,7 @@ def ranks_table(plan: PlannedPipeline) -> Table:
 
 
 def pipeline_table(plan: PlannedPipeline) -> Table:
-    """Return a table of a planned pipeline's schedule: cuts, makespan, bubble, slowest stage with its proven
-    floor, and messages.
-    """
+    """Return a table of a pipeline's schedule: cuts, makespan, bubble, slowest stage with its floor, messages."""
     order, line, slowest = plan.schedule, plan.timeline, plan.slowest
     formula = FORMULAS[order.name]
     messages = [

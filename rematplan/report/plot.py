@@ -97,9 +97,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 class _Picture:
-    """The diagram of overhead (percent) against peak (in ``unit``s of ``scale`` bytes): curves, measured
-    points and bounds.
-    """
+    """A diagram of overhead (percent) against peak (in ``unit``s of ``scale`` bytes): curves, points and bounds."""
 
     def __init__(
         self,
@@ -254,9 +252,7 @@ def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[flo
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
-    """Add an axis at the top in percent of the peak without recomputation. ``one_percent``: in the lower
-    axis's unit.
-    """
+    """Add an axis at the top in percent of the peak without recomputation. ``one_percent``: in the lower's unit."""
 
     def to_share(x: Any) -> Any:  # numbers or arrays
         return x / one_percent

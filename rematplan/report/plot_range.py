@@ -14,9 +14,7 @@ from rematplan.report.plot import COLOURS, MARKERS, save_png
 
 
 def save_range(path: Path, title: str, plans: Sequence[RangePlan]) -> None:
-    """Draw overhead and predicted peak against a dimension's size to a PNG file, completely or not at all,
-    one line per budget.
-    """
+    """Draw overhead and predicted peak against a size to a PNG file, completely or not at all, a line per budget."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     times, peaks = figure.subplots(1, 2)
     rows = plans[0].proof.rows

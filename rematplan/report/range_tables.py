@@ -39,8 +39,6 @@ def range_table(name: str, plan: RangePlan) -> Table:
 
 
 def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
-    """Return, ascending, about `ROWS` evenly spread positions, and pairs of neighbours of which one fits and
-    one does not.
-    """
+    """Return, ascending, about `ROWS` evenly spread positions, and neighbours of which one fits and one does not."""
     edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
     return sorted({*spread_places(len(rows), ROWS), *edges})

@@ -60,9 +60,7 @@ def pairs_table(title: str, rows: Mapping[str, str] | Sequence[tuple[str, str]])
 
 
 def split_table(graph: TrainingGraph, base: Plan, plan: Plan) -> Table:
-    """Return a table of the bytes at the peak by kind, for the plan without recomputation (``base``) and for
-    ``plan``.
-    """
+    """Return a table of the bytes at the peak by kind, without recomputation (``base``) and for ``plan``."""
     split = {"no recompute": split_for_people(graph, base), "planned": split_for_people(graph, plan)}
     return bytes_table(
         f"{graph.name}: bytes held at the peak", split, (base.estimate.peak, plan.estimate.peak)

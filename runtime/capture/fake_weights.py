@@ -21,8 +21,7 @@ DRAWS = frozenset(
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Create modules on the meta device inside the block, without drawing initial weights, which would take most of
-    the time."""
+    """Create modules on the meta device in the block, without drawing initial weights, which would take long."""
     with torch.device("meta"), _Undrawn():
         yield
 

@@ -27,8 +27,7 @@ from rematplan.runtime.guards.repeated_writes import Write
 
 @dataclass(frozen=True, slots=True)
 class ResultTensor:
-    """A placeholder for an output tensor of the planned step in what a planned model returns; the tensor replaces
-    it."""
+    """A placeholder for an output tensor of the planned step in what a planned model returns."""
 
     at: int
     """The tensor's position among the step's outputs."""
@@ -61,8 +60,7 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the pytree structure of ``(args, kwargs)``. Flat calls of the same form share one
-    structure object."""
+    """Return leaves and pytree structure of ``(args, kwargs)``. Flat calls of one form share a structure object."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         # Equal objects are compared quickly.

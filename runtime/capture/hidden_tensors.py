@@ -15,8 +15,7 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
 COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""Beginnings of the names of modules whose hooks only compute: they reparametrise weights or collect outputs of inner
-layers."""
+"""How names of modules begin whose hooks only compute: they reparametrise weights or collect inner outputs."""
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
@@ -28,9 +27,7 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
-    """Refuse objects that contain tensors which PyTorch's pytrees do not find, such as instances of unregistered
-    classes.
-    """
+    """Refuse objects with tensors that PyTorch's pytrees do not find, as in unregistered classes."""
     for one in leaves:
         if hides_tensors(one, called_later):
             raise ModelError(
@@ -75,8 +72,7 @@ def _attribute(one: Any, name: str) -> Any:
 
 
 def _behind(one: Any) -> list[Any]:
-    """Return where a search for tensors in ``one`` starts: its ``__dict__``, a function's closure, a bound method's
-    instance."""
+    """Return where to search ``one`` for tensors: its ``__dict__``, a function's closure, a method's instance."""
     values = [_attribute(one, "__self__"), *_within(one)]
     for cell in _attribute(one, "__closure__") or ():
         with suppress(ValueError):  # an empty cell

@@ -123,8 +123,7 @@ class TraceRequest:
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
-    """Trace a module with its backward as one graph, and read it as a captured step; `ModelError` if that is
-    impossible."""
+    """Trace a module with its backward as one graph, and read it as a captured step; else `ModelError`."""
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")

@@ -102,8 +102,7 @@ class _Reduced:
             yield replace(call, args=args, kwargs=kwargs)
 
     def _now(self, value: str, reader: Call) -> str:
-        """Return what ``reader`` reads now instead of ``value``: zeros created for it, a sum's remaining summand, or
-        ``value``."""
+        """Return what ``reader`` reads now instead of ``value``: zeros for it, a sum's other summand, or ``value``."""
         if value in self.zeros.values:
             return f"{value}_zeros_for_{reader.name}"
         return self.renamed.get(value, value)

@@ -44,8 +44,7 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with one `CrossEntropyBackward`, named as the first call, for each pair of backwards that
-    `_second` allows."""
+    """Return the step with a `CrossEntropyBackward`, named as the first call, for pairs that `_second` allows."""
     outputs = {o.value for o in step.outputs}
     calls, values, gone = [], dict(step.values), set[str]()
     for call in step.calls:

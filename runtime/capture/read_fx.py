@@ -214,8 +214,7 @@ class _Reader:
         self.calls.append(replace(call, is_view=is_view))
 
     def _is_no_call(self, node: fx.Node) -> bool:
-        """Return whether a node creates no tensor: a size, an earlier value (as an alias), a buffer's new content,
-        or a mark."""
+        """Return whether a node creates no tensor: a size, an earlier value's alias, a buffer's new content, a mark."""
         if self.table and isinstance(node.meta.get("val"), SIZES):
             return True
         if getattr(node.target, "__name__", "") == "getitem":
@@ -232,8 +231,7 @@ class _Reader:
         return getattr(node.target, "namespace", "") in MARKERS
 
     def _results(self, node: fx.Node) -> tuple[str | None, ...]:
-        """Add the tensors that a call returns to the step's values, and return their names; None for each result that
-        is no tensor."""
+        """Add the tensors that a call returns to the step's values, and return their names; None for other results."""
         val = node.meta["val"]
         single = isinstance(val, torch.Tensor)
         names: list[str | None] = []
@@ -255,8 +253,7 @@ class _Reader:
         return value
 
     def _renews(self, node: fx.Node) -> bool:
-        """Return whether ``node``, an in-place copy, writes into a buffer; if so, its value becomes an output of the
-        step."""
+        """Return whether ``node``, an in-place copy, writes into a buffer; its value is then an output of the step."""
         targets = {i.value: i.target for i in self.inputs if i.kind == "buffer"}
         place, value = (self._ref(a).value for a in node.args[:2])
         if place in targets:

@@ -141,8 +141,7 @@ def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Restore, after the block, the states of the global random number generators of PyTorch (CPU and CUDA), Python and
-    NumPy."""
+    """Restore, after the block, the global random states of PyTorch (CPU and CUDA), Python and NumPy."""
     states = all_states()
     try:
         yield

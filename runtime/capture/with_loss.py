@@ -148,8 +148,7 @@ def with_loss(
 
 
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the model's outputs as fake tensors with an autograd graph, buffers unchanged; `ModelError` if it does
-    not run."""
+    """Return the model's outputs as fake tensors with a graph, buffers unchanged; `ModelError` if it does not run."""
     state = slots(model)
     mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()
 

@@ -55,8 +55,7 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """Return the device model called ``name``, or that of the file ``name`` if it ends with ``.json``; `UsageError`
-    if unknown."""
+    """Return the device model called ``name``, or of the file ``name`` if it ends with ``.json``; else `UsageError`."""
     if name.endswith(".json"):
         return _model_of_file(name)
     if name not in DEVICE_MODELS:

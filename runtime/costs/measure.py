@@ -1,5 +1,4 @@
-"""Measure the memory and the time of functions: memory with allocator events on a CPU, and with the caching allocator's
-peak on CUDA."""
+"""Measure memory and time of functions: memory by allocator events on a CPU, by the allocator's peak on CUDA."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def release_libraries(device: torch.device) -> None:
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` on CUDA and return the bytes that libraries keep after its results are freed; 0 on a CPU, where
-    it does not run."""
+    """Run ``call`` on CUDA, and return the bytes that libraries keep afterwards; 0 on a CPU, where it does not run."""
     if device.type != "cuda":
         return 0
     # cuBLAS keeps a workspace for each pair of a thread and a stream, on Hopper 32 MiB. Those that exist are
@@ -160,8 +158,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def wall_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the start of ``call`` until the device has finished its work. Earlier work does not
-    count."""
+    """Return the seconds from the start of ``call`` until the device has finished it, without earlier work."""
     synchronize(device)
     start = time.perf_counter()
     call()

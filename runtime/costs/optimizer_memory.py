@@ -169,8 +169,7 @@ def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """Return the row of `KINDS` for the optimizer's class, or for a base class whose ``step`` it inherits; else
-    None."""
+    """Return the row of `KINDS` for the optimizer's class, or for a base whose ``step`` it inherits; else None."""
     kinds: tuple[Any, ...] = type(optimizer).__mro__
     for kind in kinds:
         row = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -202,8 +201,7 @@ def _copies(count: float, *options: str) -> Callable[[torch.Tensor, Group], floa
 
 
 def _factors(p: torch.Tensor, itemsize: int) -> list[int]:
-    """Return the bytes of Adafactor's second moment of ``p``: two averages, or one tensor if ``p`` has fewer than
-    two dimensions."""
+    """Return the bytes of Adafactor's second moment of ``p``: two averages, or a tensor below two dimensions."""
     size = p.numel() * itemsize
     return [size] if p.dim() < 2 else [size // max(1, p.shape[-1]), size // max(1, p.shape[-2])]
 
@@ -229,8 +227,7 @@ def _quantised(*copies: int) -> Sizes:
 
 
 def _in_8_bits(p: torch.Tensor, group: Group) -> bool:
-    """Return whether a bitsandbytes optimizer stores the state of ``p`` in 8 bits: not if it is small or 32 bits are
-    requested."""
+    """Return whether bitsandbytes stores the state of ``p`` in 8 bits: not if it is small or 32 bits are asked for."""
     return group.get("optim_bits", 8) == 8 and p.numel() >= int(group.get("min_8bit_size", 4096))
 
 
@@ -247,8 +244,7 @@ def _unquantised(in_8_bits: float, in_32_bits: float) -> Callable[[torch.Tensor,
 
 
 def _muon(p: torch.Tensor, group: Group) -> float:
-    """Return the temporary bytes of Muon for ``p``: matrices of Newton-Schulz iteration, and a copy for Nesterov
-    momentum."""
+    """Return Muon's temporary bytes for ``p``: matrices of Newton-Schulz iteration, a copy for Nesterov momentum."""
     # At the peak there are five bfloat16 matrices of the parameter's size, or four and a product's workspace.
     products = _product_workspace(*sorted(p.shape)) if p.ndim == 2 and p.device.type == "cpu" else 0
     return bool(group.get("nesterov")) * p.nbytes + max(10 * p.numel(), 8 * p.numel() + products)

@@ -19,8 +19,7 @@ _NOT_ON_META = ("fused", "capturable")
 """Options of a step that tensors of the device ``meta`` do not have. Without them, the state is the same and the
 temporary memory is not less."""
 DECOMPOSITION = 2.25
-"""Temporary memory of a matrix decomposition, in bytes of its results: as measured for ``eigh``; ``svd``, ``qr`` and
-``inv`` need less."""
+"""Temporary memory of a decomposition, in bytes of its results, as measured for ``eigh``; others need less."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ _ROUNDS = 2
 _MOST_ROUNDS = 9
 """The largest number of rounds, on a busy machine."""
 _ALIKE = 1.1
-"""A call is not timed in a further round if the second shortest of its times is at most this many times the
-shortest."""
+"""A call is not timed again if the second shortest of its times is at most this many times the shortest."""
 _AGREE = 1.2
 """The machine counts as quiet if the sum of all calls' second shortest times is at most this many times the sum of
 their shortest times. Otherwise it is busy, and the costs are not cached."""
@@ -54,8 +53,7 @@ _CACHE_VERSION = 7
 
 
 class ProfileWarning(UserWarning):
-    """Warns that measured costs are unreliable: a call failed on synthetic arguments and is guessed, or the machine
-    was busy."""
+    """Warns of unreliable costs: a call failed on synthetic arguments and is guessed, or the machine was busy."""
 
 
 def profile_costs(
@@ -162,8 +160,7 @@ def _spread(times: Mapping[str, Sequence[float]]) -> float:
 
 
 def _guess(step: CapturedStep, call: Call) -> CallCost:
-    """Return a guess for a call that fails on synthetic arguments, like a factorisation: roofline time, and bytes
-    moved as workspace."""
+    """Return a guess for a call that fails on synthetic arguments: roofline time, and bytes moved as workspace."""
     return replace(_modelled(step, call), workspace=moved_bytes(step, call))
 
 
@@ -241,8 +238,7 @@ def profile_file(device: torch.device, cache: Path | None = None) -> Path:
 
 
 def _machine(device: torch.device) -> str:
-    """Return a hash of the device, PyTorch's version, the cache format and, on CUDA, the settings that select
-    kernels."""
+    """Return a hash of the device, PyTorch's version, the cache format and CUDA's settings that select kernels."""
     parts = [device_name(device), torch.__version__, f"v{_CACHE_VERSION}"]
     if device.type == "cuda":
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

@@ -31,8 +31,7 @@ class Profile:
     """The path of the file, for messages."""
 
     def costs(self, step: CapturedStep) -> dict[str, CallCost]:
-        """Return, by name, the costs of a step's calls and inverses, without views; `UsageError` if the profile
-        lacks one."""
+        """Return, by name, the costs of a step's calls and inverses, without views; `UsageError` if one is lacking."""
         wanted = {c.name: signature(step, c) for c in step.priced_calls}
         missing = [name for name, text in wanted.items() if text not in self.calls]
         if missing:
@@ -50,8 +49,7 @@ def profile_of(step: CapturedStep, costs: Mapping[str, CallCost]) -> Profile:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile to a JSON file of the format ``rematplan.profile/1``. If writing fails, the old file is
-    unchanged."""
+    """Write a profile to a JSON file of the format ``rematplan.profile/1``. If that fails, the old file stays."""
     data = {
         "format": PROFILE_FORMAT,
         "device": profile.device,

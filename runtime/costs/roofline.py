@@ -43,8 +43,7 @@ def moved_bytes(step: CapturedStep, call: Call) -> int:
 
 
 def flops(step: CapturedStep, call: Call) -> float:
-    """Return a call's arithmetic operations: its op's ``flops``, or by the table `FLOPS`, else one per element of
-    its results."""
+    """Return a call's arithmetic operations: its op's ``flops``, or by `FLOPS`, else one per result element."""
     own = getattr(call.target, "flops", None)
     if isinstance(own, float):
         return own

@@ -89,8 +89,7 @@ class SyntheticArguments:
         return not fake.numel() and any(r.numel() for r in results) and not maker.is_view
 
     def _is_seed(self, maker: Call, fake: torch.Tensor) -> bool:
-        """Return whether a tensor may be an attention op's random state: at most two integers, returned together
-        with other tensors."""
+        """Return whether a tensor may be an attention op's random state: at most two integers, with other results."""
         # Some kernels return it in CPU memory, though in the trace it is on the device.
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 

@@ -20,8 +20,7 @@ from rematplan.runtime.graph.zero_tangents import changes_strides
 
 @dataclass(frozen=True, slots=True)
 class BackwardVariant:
-    """The conditions under which a backward runs. The backward half is compiled separately for each combination of
-    them."""
+    """The conditions under which a backward runs. The backward half is compiled for each combination of them."""
 
     missing: frozenset[str] = frozenset()
     """The tangents (gradients of outputs, by value name) that autograd did not compute."""

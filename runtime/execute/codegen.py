@@ -71,9 +71,7 @@ class Writer(Emitter):
             self.scope["note"] = note
 
     def write(self) -> str:
-        """Return the source of the whole schedule as one function ``step(*inputs)``, which returns a tuple of the
-        step's outputs.
-        """
+        """Return the source of the whole schedule as one function ``step(*inputs)``, which returns its outputs."""
         step = self.step
         names = self.take([i.value for i in step.inputs])
         self.steps(0, len(self.schedule))
@@ -192,8 +190,7 @@ class Writer(Emitter):
         return ", ".join(map(self.name, values))
 
     def function(self, head: str) -> str:
-        """Return all lines since the last call as a function with this head (name and parameters), and begin a new
-        one."""
+        """Return all lines since the last call as a function with this head (name, parameters), and begin anew."""
         body = "".join(f"    {line}\n" for line in self.lines)
         self.lines, self.own = [], set()
         return f"def {head.replace('(', '(s, ', 1) if self.for_any_sizes else head}:\n{body}"
@@ -231,8 +228,7 @@ class Writer(Emitter):
             self.dead.append(value)
 
     def _overwriting(self, over: Call | None, call: Call) -> str:
-        """Return the source of ``call``, or of ``over``, which overwrites an operand, if there is one and values are
-        as planned."""
+        """Return the source of ``call``, or of ``over``, which overwrites an operand, if values are as planned."""
         if over is None:
             return self._expression(call)
         expression = self._expression(over)
@@ -302,8 +298,7 @@ class Writer(Emitter):
         return value in self.unused.zero
 
     def use(self, value: str) -> str:
-        """Return the variable of a value, after writing the views that it is computed from, or zeros for a missing
-        gradient."""
+        """Return a value's variable, after writing the views it is computed from, or zeros for a missing gradient."""
         self.make(value)
         return self.name(value)
 

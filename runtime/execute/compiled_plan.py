@@ -147,8 +147,7 @@ second part, which computes gradients of weights."""
 
 @dataclass(eq=False)
 class PlanCall:
-    """One forward of a compiled plan, with the state that it leaves for its backward, and that one segment leaves
-    for the next."""
+    """One forward of a compiled plan, with what it leaves for its backward, and each segment for the next."""
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]
@@ -164,8 +163,7 @@ class PlanCall:
     """Inputs and random states to run the forward again, if the plan does not take the gradients of all outputs;
     else None."""
     start: list[Any] | None = None
-    """The values that the forward left for the backward; None after a backward that does not retain the graph has
-    begun."""
+    """The values that the forward left for the backward; None once a backward that frees the graph has begun."""
     held: list[Any] | None = None
     """The values that the next segment needs; None while a segment runs, and before and after a backward."""
     read: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
@@ -384,6 +382,5 @@ _NOTHING = nullcontext()
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast on a device. The captured calls already include all casts that
-    autocast inserted."""
+    """Return a context without autocast on a device: captured calls include all casts that autocast inserted."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING

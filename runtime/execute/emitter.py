@@ -1,5 +1,4 @@
-"""What all code generators share: which values exist at each position, when views are computed, and which random ops
-run again."""
+"""What all code generators share: which values exist where, when views are computed, which draws run again."""
 
 from __future__ import annotations
 

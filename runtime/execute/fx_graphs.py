@@ -76,8 +76,7 @@ class _GraphEmitter(Emitter):
         self.first: fx.Node | None = None
 
     def placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
-        """Add an input to the graph and return its node. ``name``: the value's name. ``fake``: a fake tensor like the
-        value."""
+        """Add an input to the graph and return its node. ``name``: the value's. ``fake``: a tensor like the value."""
         node = self._input(name)
         node.meta["val"] = fake
         self.first = self.first or node
@@ -113,8 +112,7 @@ class _GraphEmitter(Emitter):
         return freed
 
     def use(self, value: str) -> fx.Node:
-        """Return the node of a value; if there is none, add it as a view, a constant, or an input from the graph
-        ``before``."""
+        """Return a value's node; if there is none, add it as a view, a constant, or an input from ``before``."""
         self.make(value)
         return self.nodes[value]
 
@@ -149,8 +147,7 @@ class _GraphEmitter(Emitter):
         return True
 
     def _take(self, name: str) -> None:
-        """Add a value of the graph ``before``, or a state of the random number generator, as an input of this graph.
-        ``name``: its name."""
+        """Add a value of the graph ``before``, or a random state, as an input of this graph. ``name``: its name."""
         assert self.before is not None
         with self.graph.inserting_before(self.first):
             node = self._input(name)

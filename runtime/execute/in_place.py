@@ -104,8 +104,7 @@ may overwrite none are left out."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return, by position, the in-place calls that give the same bits in an operand that the schedule frees directly
-    afterwards."""
+    """Return, by position, in-place calls with the same bits in an operand that the schedule frees right after."""
     found = _overwritten(overwritable_operands(step), schedule)
     return {at: _overwriting(step.call[run], value.name) for at, (run, value) in found.items()}
 
@@ -158,8 +157,7 @@ def _reuses(operands: Operands, schedule: Schedule) -> Iterator[tuple[int, int, 
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
-    """Return, for each pointwise call, its name followed by the operands, maybe none, that an in-place call may
-    overwrite if they die."""
+    """Return, for each pointwise call, its name and the operands that an in-place call may overwrite if they die."""
     return tuple(
         (call.name, *(value.name for value in _overwritable(step, call)))
         for call in step.calls

@@ -21,8 +21,7 @@ def replayed_ops(step: CapturedStep, schedule: Schedule) -> set[str]:
 
 
 def replay_functions(device: torch.device) -> dict[str, Callable[..., Any]]:
-    """Return, by their names in generated source, functions that save, load and set apart the state of a device's
-    generator."""
+    """Return, by names in generated source, functions that save, load and set apart a generator's state."""
     return {
         f"save_rng_{device.type}": save_rng(device),
         f"load_rng_{device.type}": load_rng(device),
@@ -41,8 +40,7 @@ def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
 
 
 def later_draw(assign: str, state: str, device: torch.device, last: bool) -> list[str]:
-    """Return source that runs a random op again from its first execution's state, and then restores the generator's
-    present state."""
+    """Return source that runs a random op again from its first state, then restores the generator's."""
     save, load, apart = (f"{what}_rng_{device.type}" for what in ("save", "load", "apart"))
     # While the op runs, the states are in generators, so that the op needs no more memory than at its first run.
     keep, again = (

@@ -214,8 +214,7 @@ class LaneWriter(Writer):
         writer.lines += [f"{hand} = {writer.use(v)}" for v, hand in self._hands(here, copy).items()]
 
     def _take(self, writer: Writer, here: _Stretch, lane: int, index: int) -> None:
-        """Write the lines with which a lane takes over the tensors that it reads first in its op execution number
-        ``index``."""
+        """Write lines in which a lane takes over the tensors that it reads first in its op execution ``index``."""
         for copy in here.takes[lane, index]:
             for value, hand in self._hands(here, copy).items():
                 name = writer.name(value)

@@ -22,8 +22,7 @@ OutputKind = Literal[
 GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
 )
-"""For each kind of input, the kind of the output that is its gradient. The input and its gradient have the same
-``target``."""
+"""For each kind of input, the kind of the output that is its gradient. Both have the same ``target``."""
 
 
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
@@ -86,8 +85,7 @@ class Call:
     late: bool = False
     """Whether it must run after the gradients of the outputs have arrived, even if it reads none of them."""
     indexed: bool = False
-    """Whether it comes from an index of several dimensions (``x[a, b]``) or its backward. Recorded only with
-    symbolic sizes."""
+    """Whether it comes from an index of several dimensions (``x[a, b]``) or its backward. Only with symbolic sizes."""
     in_piece: bool = field(default=False, compare=False, repr=False)
     """Whether eager mode writes its result into its first argument, which is a piece of a larger storage that traces do
     not know as a view (``unsafe_split``)."""
@@ -248,8 +246,7 @@ class CapturedStep:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[Call]]:
-        """By the name of a value, the calls that read it, each once and in order; values that none reads are left
-        out."""
+        """By a value's name, the calls that read it, each once and in order; values that none reads are left out."""
         found: dict[str, list[Call]] = {}
         for call in self.calls:
             for name in dict.fromkeys(call.operands):
@@ -280,8 +277,7 @@ class CapturedStep:
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """Return the device whose generator a random call uses: that of its first tensor, else the step's main
-        device."""
+        """Return the device whose generator a random call uses: its first tensor's, else the step's main device."""
         return next((self.values[r].fake.device for r in call.made), self.device)
 
     @cached_property

@@ -1,5 +1,4 @@
-"""What a captured graph cannot reproduce: Python's and NumPy's generators, and PyTorch's functions that seed a
-generator."""
+"""What a graph cannot reproduce: Python's and NumPy's generators, and PyTorch's functions that seed one."""
 
 from __future__ import annotations
 

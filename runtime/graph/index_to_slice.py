@@ -11,8 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of one dimension of a tensor: every ``step``-th index of dimension ``dim`` from ``start`` to ``end``
-    (exclusive)."""
+    """A slice of one dimension: every ``step``-th index of dimension ``dim`` from ``start`` to ``end`` (exclusive)."""
 
     dim: int
     start: int
@@ -45,8 +44,7 @@ def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence
 
 
 def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
-    """Return indices of dimension ``dim`` as a slice, if they ascend by equal steps; else None. ``picked``: the
-    indices."""
+    """Return the indices ``picked`` of dimension ``dim`` as a slice, if they ascend by equal steps; else None."""
     start, count = int(picked[0]), picked.size
     step = int(picked[1]) - start if count > 1 else 1
     if step < 1 or not np.array_equal(picked, start + step * np.arange(count)):

@@ -42,8 +42,7 @@ def module_name(node: fx.Node) -> str:
 
 
 def module_names(node: fx.Node) -> tuple[str, ...]:
-    """Return the modules that contain a node, from outer to inner, without the model; then its ONNX node's prefixes,
-    as if modules."""
+    """Return the modules around a node, from outer to inner, without the model; then its ONNX node's prefixes."""
     modules = tuple(name for name, _ in (node.meta.get(STACK) or {}).values() if name)
     return (*modules, *prefixes(onnx_node(node)))
 

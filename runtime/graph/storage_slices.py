@@ -26,8 +26,7 @@ class Band:
         return self.length == self.period
 
     def holds(self, other: Band) -> bool:
-        """Return whether this band contains all elements of another band of the same period; false if the periods
-        differ."""
+        """Return whether this band contains all elements of another band of the same period; not if they differ."""
         return (
             self.period == other.period
             and self.start <= other.start
@@ -85,8 +84,7 @@ def bands_tile(bands: list[Band]) -> bool:
 
 
 def within(tensor: torch.Tensor, part: Band) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the shape, stride and offset that ``tensor`` has after its band ``part`` is copied to a new dense
-    storage."""
+    """Return ``tensor``'s shape, stride and offset after its band ``part`` is copied to a new dense storage."""
     stride = tuple(s if s < part.period else s // part.period * part.length for s in tensor.stride())
     return tuple(tensor.shape), stride, int(tensor.storage_offset()) - part.start
 

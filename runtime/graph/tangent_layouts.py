@@ -149,8 +149,7 @@ class _Layout:
 
 @dataclass
 class Notes:
-    """The layouts (shape, strides, offset and storage size) of a step's values, by value name, as recorded while a
-    backward runs."""
+    """The layouts (shape, strides, offset, storage size) of a step's values, by name, as a backward records them."""
 
     layouts: dict[str, _Layout] = field(default_factory=dict)
 

@@ -1,5 +1,4 @@
-"""Bounds of a step's values that hold for all inputs, by interval arithmetic: a tanh is in [−1, 1], its exponential
-in [1/e, e]."""
+"""Bounds of values for all inputs, by interval arithmetic: a tanh is in [−1, 1], its exponential in [1/e, e]."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Range:
     """Whether the interval still holds after training has changed the parameters."""
 
     def of(self, *ends: float) -> Range:
-        """Return the smallest interval with the numbers ``ends``, as lasting as this one; unbounded if a number is
-        NaN."""
+        """Return the smallest interval with the numbers ``ends``, as lasting as this; unbounded if one is NaN."""
         if any(map(math.isnan, ends)):
             return Range(lasting=self.lasting)
         return Range(min(ends), max(ends), self.lasting)

@@ -13,8 +13,7 @@ leaves the context managers of this package."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning located at the user's line: the innermost frame outside this package, torch, contextlib and
-    generated code."""
+    """Warn at the user's line: the innermost frame outside this package, torch, contextlib and generated code."""
     # A fixed ``stacklevel`` would count frames, whose number changes with each release of torch.
     frame = _users_frame(sys._getframe(1))
     variables = frame.f_globals

@@ -25,8 +25,7 @@ ZEROS = frozenset({ATEN.zeros.default, ATEN.zeros_like.default, ATEN.new_zeros.d
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel with the grid on which it runs. ``grid``: three numbers, or a function of the kernel's
-    arguments."""
+    """A Triton kernel with its grid. ``grid``: three numbers, or a function of the kernel's arguments."""
 
     kernel: Any
     grid: Any

@@ -47,8 +47,7 @@ class SpeculatedAssertions:
     """The number of conditions that the present trace has evaluated."""
 
     def begin(self) -> None:
-        """Prepare for another trace of the forward: the next call of `next` is about the first condition of the
-        forward."""
+        """Prepare for another trace: the next call of `next` is about the first condition of the forward."""
         self.asked = 0
 
     def next(self) -> Assertion | None:
@@ -100,8 +99,7 @@ class SpeculatedAssertions:
 
 
 def _is_raised_by_forward(error: Exception | None) -> bool:
-    """Return whether an error of a built-in type was raised by ``raise`` or ``assert`` in code that is not the
-    tracer's."""
+    """Return whether a built-in error was raised by ``raise`` or ``assert`` in code that is not the tracer's."""
     last = error.__traceback__ if error else None
     while last and last.tb_next:
         last = last.tb_next

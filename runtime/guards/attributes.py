@@ -1,5 +1,4 @@
-"""Recording of the attributes that a forward reads from modules, from records in their attributes, and from their
-classes."""
+"""Recording of the attributes that a forward reads from modules, records in their attributes, and classes."""
 
 from __future__ import annotations
 
@@ -175,8 +174,7 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that the forward set an attribute. Unless it looked the attribute up before, later reads are not
-        recorded."""
+        """Record that the forward set an attribute. Unless it looked it up before, later reads are not recorded."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.asked:
             # The forward does not depend on a value that it produces itself.
@@ -229,8 +227,7 @@ def _is_at(owner: Owner, record: Any, attributes: Attributes) -> bool:
 
 
 BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
-"""Names of attributes in which `nn.Module` keeps its submodules, hooks, tensors and mode. `ModuleState`
-covers these."""
+"""Attributes in which `nn.Module` keeps its submodules, hooks, tensors and mode. `ModuleState` covers these."""
 
 
 @contextmanager

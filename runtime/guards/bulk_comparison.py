@@ -57,8 +57,7 @@ class Table:
         self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
 
     def holds(self, places: Namespaces) -> bool:
-        """Return whether all places have this table's values, the same or by `snapshots.same`, and none has an
-        absent name."""
+        """Return whether all places have this table's values, the same or by `snapshots.same`, and no absent name."""
         return self._holds(places.pick(self.places), places.pick(self.without))
 
     def holds_once(self, places: Sequence[Any]) -> bool:

@@ -23,16 +23,14 @@ _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 
 @cache
 def named_in(code: CodeType) -> Names:
-    """Return the attributes, global variables and string constants that a code object and its nested functions
-    mention."""
+    """Return the attributes, globals and strings that a code object and its nested functions mention."""
     inner = (named_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return frozenset(code.co_names).union(strings_in(code), *inner)
 
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """Return the global variables that a code object and its nested functions read or set; with ``globals()``, all
-    string constants."""
+    """Return the globals that a code object and its nested functions read or set; with ``globals()``, all strings."""
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()

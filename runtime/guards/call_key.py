@@ -60,8 +60,7 @@ def check_modes(name: str) -> None:
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a hashable key of the arguments, except values of tensors, and of the settings on which a call's plan
-    depends."""
+    """Return a hashable key of the arguments, except values of tensors, and of settings on which a plan depends."""
     return _key(leaves, spec, like)
 
 
@@ -84,8 +83,7 @@ def _key(
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return all properties of a tensor, except its values, on which a forward's ops may depend; fewer without shape
-    or strides."""
+    """Return the properties of a tensor, except values, on which ops may depend; fewer without shape or strides."""
     try:
         lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy

@@ -54,8 +54,7 @@ def items_in(container: Any) -> list[Any]:
 
 
 def compared_in(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
-    """Yield the containers in a value whose content `snapshots.same` compares: not large ones, and down to ``depth``
-    levels."""
+    """Yield a value's containers whose content `snapshots.same` compares: not large ones, down to ``depth`` levels."""
     if isinstance(value, np.ndarray):
         if value.size <= MOST_NUMBERS:
             yield value
@@ -123,8 +122,7 @@ def added(container: Any, was: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a container or array, of the same type, with copies of the containers in it; any other value
-    itself."""
+    """Return a copy of a container or array, with copies of the containers in it; any other value itself."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, tuple):

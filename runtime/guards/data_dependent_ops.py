@@ -1,5 +1,4 @@
-"""Variants of ATen ops whose result shapes depend on values. They take the shapes, so that a tracer can execute
-them."""
+"""Variants of ATen ops whose shapes depend on values. They take the shapes, so that a tracer can run them."""
 
 from __future__ import annotations
 

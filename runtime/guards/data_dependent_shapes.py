@@ -33,8 +33,7 @@ class Tape(Protocol):
         """Return ``of(*arguments)`` for the real tensors, recorded as a decision that the guard checks."""
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
-        """Return ``of(tensor)`` for the real tensor, recorded for use as a size, maybe as a symbol; None if it is
-        unknown."""
+        """Return ``of(tensor)`` of the real tensor, recorded as a size, maybe as a symbol; None if unknown."""
 
     def knows(self, value: Any) -> bool:
         """Return whether all tensors in nested arguments have values that depend on no trained parameter or
@@ -55,8 +54,7 @@ def _detach(tape: Tape, x: torch.Tensor) -> Any:
 
 
 def _less(tape: Tape, x: torch.Tensor, limit: float) -> Any:
-    """Return ``x < limit``; zeros, without a comparison, if ``x`` is a result of ``rand`` and the limit is 0 or
-    less."""
+    """Return ``x < limit``; zeros, without comparing, if ``x`` is a result of ``rand`` and the limit is 0 or less."""
     # A layer that is dropped at rate 0 does not depend on chance.
     if id(x) in tape.drawn and limit <= 0:
         return tape.run(ATEN.zeros.default, x.shape, dtype=torch.bool, device=x.device)

@@ -110,8 +110,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         return ReadNumber(Leaf(0), (tensor.detach(),), self._tape.outcome)
 
     def guard(self) -> ValueGuard:
-        """Return the guard that checks the decisions of the forward that was traced last. Nothing can be recorded
-        afterwards."""
+        """Return the guard of the decisions of the forward traced last. Nothing can be recorded afterwards."""
         found = replace(self._tape.guard(), assumed=tuple(self.finite.outcomes))
         self.forget()
         return found
@@ -193,8 +192,7 @@ class OpTape:
         return result
 
     def sized(self, func: Any, plain: Any, tensor: torch.Tensor, **sizes: Any) -> Any:
-        """Execute ``func(tensor, **sizes)`` and return its result, recorded as ``plain(tensor)``, which finds the
-        sizes itself."""
+        """Return ``func(tensor, **sizes)``, recorded as ``plain(tensor)``, which finds the sizes itself."""
         result = func(tensor, **sizes)
         self._note(plain, (tensor,), {}, result, [])
         return result
@@ -320,8 +318,7 @@ class OpTape:
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _may_decide(self, value: Any) -> bool:
-        """Return whether a forward may decide by nested arguments: known, and of drawn numbers a truth value or a
-        single integer."""
+        """Return whether a forward may decide by arguments: known, and of draws a truth value or an integer."""
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
         return self.knows(value) and not any(
             self._is_chance(t) and (t.is_floating_point() or t.is_complex() or t.numel() > 1) for t in tensors
@@ -354,8 +351,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the first tensor argument whose storage a call's results may share, by the op's schema; None if there is
-    none."""
+    """Return the first tensor argument whose storage a call's results may share, by the op's schema, or None."""
     if not any(r.alias_info for r in func._schema.returns):
         return None
     return next(iter(_argument_of(func, args, kwargs, bool)), None)

@@ -104,8 +104,7 @@ class GlobalReads:
         self.codes: dict[CodeType, None] = {}
         """The code of the functions that were examined."""
         self.containers: list[Any] = [arguments]
-        """Containers that were met, and the arguments. Objects in them have other names in the code that reads their
-        attributes."""
+        """Containers met, and the arguments. Objects in them have other names in code that reads their attributes."""
         self.generators: dict[int, Any] = {}
         """By id, the random number generators that the code refers to."""
         self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
@@ -343,8 +342,7 @@ _AROUND = {
 
 
 def _inside(thing: Any) -> FunctionType | None:
-    """Return the Python function that runs if an object is called or a property read, after unwrapping; None without
-    one."""
+    """Return the Python function that runs if an object is called or a property read, unwrapped, or None."""
     while type(thing) in _AROUND:
         thing = getattr(thing, _AROUND[type(thing)])
     return thing if isinstance(thing, FunctionType) else None

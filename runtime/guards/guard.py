@@ -106,8 +106,7 @@ class Guard:
 
 
 def _tables(rows: Sequence[tuple[int, Found]], fetch: Callable[[Any, str], Any] = getitem) -> list[Table]:
-    """Return the tables that compare what was found in namespaces: objects and absent names, and copies of
-    containers, if any."""
+    """Return the tables that compare what was found in namespaces: objects, absent names, copies of containers."""
     absent = [(at, name) for at, f in rows for name in f.absent]
     objects = Table([(at, f.objects) for at, f in rows], absent, fetch)
     copies = Table([(at, f.copies) for at, f in rows], fetch=fetch)
@@ -143,8 +142,7 @@ class _Shared:
     """One of the positions."""
     modules: tuple[int, ...]
     names: tuple[str, ...]
-    """With ``modules``: of further positions that are attributes of modules, the attribute's name and the module's
-    position."""
+    """With ``modules``: of further positions in modules, the attribute's name and the module's position."""
     deeper: tuple[Owner, ...]
     """The further positions that are attributes of other records."""
 

@@ -23,8 +23,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class StateKey:
-    """A hashable tuple whose hash is computed once. Two that were found equal share one tuple afterwards, for fast
-    comparison."""
+    """A hashable tuple whose hash is computed once. Two that were found equal share a tuple afterwards."""
 
     __slots__ = ("_hash", "value")
 
@@ -57,8 +56,7 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last state that `ModuleTree` found, to recognise it quickly; only without hooks in submodules, and with
-    plain tensors."""
+    """The last state that `ModuleTree` found, to recognise it fast; only without inner hooks, with plain tensors."""
 
     kinds: list[Any]
     """Classes and training modes of the modules."""
@@ -107,8 +105,7 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's present state, or None if a new tree is needed: other submodules, or other names or
-        ties of tensors."""
+        """Return the module's state, or None if a new tree is needed: other submodules, names or ties of tensors."""
         distinct = self._tensors(module)
         if distinct is None:
             return None

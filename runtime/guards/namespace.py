@@ -22,8 +22,7 @@ class Namespace:
     owner: Owner | None = None
     """The module or record whose attributes they are; None for others."""
     uses: Callable[[str], Collection[str]] | None = None
-    """Returns the uses of a name in the bytecode of all functions, if accesses are not recorded while the forward
-    runs."""
+    """Returns the uses of a name in all functions' bytecode, if accesses are not recorded while the forward runs."""
     key: int = 0
     """The id of the namespace."""
     left_out: frozenset[str] | set[str] = frozenset()

@@ -16,9 +16,7 @@ from it to the record (none for the module itself)."""
 
 
 def record_of(owner: Owner, attributes: Attributes) -> Any:
-    """Return the record (an object that exists for its attributes, such as a configuration) at a position in the
-    modules' attributes.
-    """
+    """Return the record (an object of attributes, such as a configuration) at a position in modules' attributes."""
     at, (name, *path) = owner
     return reduce(getattr, path, attributes[at][name])
 
@@ -128,8 +126,7 @@ class AttributesByName(ByName):
 
 
 class ClassAttributes(ByName):
-    """A read-only mapping of attributes that a class itself has, without those that it inherits. ``home``: the
-    class."""
+    """A read-only mapping of a class's own attributes, without those it inherits. ``home``: the class."""
 
     def __init__(self, home: type, names: Iterable[str]) -> None:
         super().__init__(names, lambda name: vars(home)[name])

@@ -33,8 +33,7 @@ _CONTAINERS: Mapping[type[Any], Callable[[Any], Iterable[Any]]] = {
 """By type of container, the method that iterates over its values. The built-in method is used, since subclasses
 may override it."""
 MOST = 10_000
-"""The largest number of entries of a container whose content is compared, since the comparison happens at
-every call."""
+"""The most entries of a container whose content is compared, since that happens at every call."""
 MOST_NUMBERS = 1 << 20
 """The largest number of elements of an array whose content is compared."""
 DEEPEST = 8

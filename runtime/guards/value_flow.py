@@ -180,8 +180,7 @@ def _combined(stack: list[str]) -> bool:
 
 
 def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> bool:
-    """Return whether a method that is loaded is called without keywords and its result, None, is dropped or
-    returned."""
+    """Return whether a loaded method is called without keywords and its result, None, is dropped or returned."""
     stack = ["callee", "callee"]
     for i in _after(rest, method):
         if i.opname in _NOTHING:

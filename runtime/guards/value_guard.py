@@ -1,5 +1,4 @@
-"""The guard of a forward's decisions by values: recorded calls that are executed again, and the outcomes that they must
-have."""
+"""The guard of a forward's decisions by values: recorded calls to run again, and the outcomes they must have."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class TensorNumber:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A recorded call of a traced forward, to be executed again with real tensors, which are denoted by `OpTape`'s
-    numbers."""
+    """A recorded call of a traced forward, to be executed again with real tensors, by `OpTape`'s numbers."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]

@@ -46,8 +46,7 @@ class Invertible:
 
 
 def with_exact_inverses(step: CapturedStep) -> CapturedStep:
-    """Return the step with the inverses that only copy, move or negate numbers, so that every plan computes the same
-    bits."""
+    """Return the step with inverses that only copy, move or negate numbers, so that all plans compute the same bits."""
     return _with_inverses(step, {}, exact=True).step
 
 
@@ -166,8 +165,7 @@ def _with_inverses(
 
 
 def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
-    """Yield calls that recompute whole storages of the forward half from rules that cover them, at most
-    `MOST_INVERSES` a storage."""
+    """Yield calls that recompute whole storages of the forward by rules, at most `MOST_INVERSES` a storage."""
     by_storage: dict[str, dict[Band, list[Undone]]] = {}
     for one in undone:
         value = step.values[one.value]

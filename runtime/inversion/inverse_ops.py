@@ -1,5 +1,4 @@
-"""The ops of inverses, which allocate a storage and recompute it, in pieces, from tensors that were computed from
-it."""
+"""The ops of inverses, which allocate a storage and recompute it, in pieces, from what was computed from it."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class Inverse:
         )
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Allocate the storage, recompute it, and return the tensor in it; `ModelError` if scales have changed too
-        much."""
+        """Allocate and recompute the storage, and return the tensor in it; `ModelError` if scales changed too much."""
         base = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=tensors[0].device)
         at, drift = 0, 1.0
         for fill in self.fills:

@@ -48,8 +48,7 @@ def undo(call: Call, facts: Facts) -> Found:
 
 
 def _sum(sign: int) -> Row:
-    """Return the row of the inverse table for y = self + ``sign`` · alpha · other, where other is a tensor or a
-    number."""
+    """Return the row for y = self + ``sign`` · alpha · other, where other is a tensor or a number."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments = facts.arguments(call)
@@ -143,8 +142,7 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 
 def _reflected(call: Call, facts: Facts) -> Found:
-    """Yield the rules that undo y = other − alpha · self, also for a tensor ``other``, if alpha is not close to
-    zero."""
+    """Yield the rules that undo y = other − alpha · self, also for a tensor ``other``, if alpha is not near zero."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
     if isinstance(other, Ref):
@@ -277,8 +275,7 @@ def _prelu(call: Call, facts: Facts) -> Found:
 
 
 def _norm(kernel: str, x: str = "input") -> Row:
-    """Return the row for a norm that returns its statistics, or a frozen batch norm. Its weight must be known and
-    not close to zero."""
+    """Return the row for a norm that returns its statistics, or a frozen batch norm, of a weight not close to zero."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)

@@ -162,8 +162,7 @@ class _Rewriter:
         return True
 
     def _original(self, source: Ref) -> Ref:
-        """Return the value that a value is a copy of, also through further copies, with the same shape, type and
-        device; else itself."""
+        """Return what a value is a copy of, through any copies, with the same shape, type and device; else itself."""
         while (call := self.made.get(source.value)) and call.target is aten.copy.default:
             original = call.args[1]
             if _kind(self.fake(original)) != _kind(self.fake(source)):
@@ -180,8 +179,7 @@ class _Rewriter:
         )
 
     def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
-        """Return the slice of ``base`` that equals indexing its leading dimensions; None if there is none or indices
-        are unknown."""
+        """Return the slice of ``base`` that equals indexing its leading dimensions; None if none or unknown."""
         lists = [None if i is None else self.known(i.value) for i in indices]
         if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
             return None

@@ -36,13 +36,11 @@ class SplitStep:
     step: CapturedStep
     """The step."""
     copied: dict[str, tuple[str, ...]]
-    """By split storage, the storages of parts that are copied out of it. Other parts are tensors it was concatenated
-    from."""
+    """By split storage, the storages of parts copied out of it. Others are tensors it was concatenated from."""
 
 
 def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
-    """Return the step with forward storages, except ``leave``, split into parts that are separate storages, where
-    views allow it."""
+    """Return the step with forward storages, except ``leave``, split into separate parts, where views allow it."""
     return _Parter(step, frozenset(leave)).part()
 
 
@@ -112,8 +110,7 @@ class _Parter:
                 self.copied[base.storage] = tuple(apart.copied)
 
     def _bands(self, producer: Call, base: Value) -> _Apart | None:
-        """Return a storage's parts: its largest views, or the operands it is concatenated from, if they tile it;
-        else None."""
+        """Return a storage's parts: its largest views, or operands concatenated to it, if they tile it; else None."""
         if (whole := band(base.fake)) is None or not whole.whole:
             return None
         tops: dict[str, Band] = {}
@@ -153,8 +150,7 @@ class _Parter:
                 self._copy_out(apart, one, f"{base.name}_part_{index}")
 
     def _operands(self, producer: Call, base: Value) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the operands that a call concatenates or stacks, each with the view of the result that it becomes;
-        else nothing."""
+        """Yield the operands that a call concatenates or stacks, with the view of the result that each becomes."""
         dim = producer.args[1] if len(producer.args) > 1 else producer.kwargs.get("dim", 0)
         start = 0
         for index, ref in enumerate(producer.args[0] if producer.target in TOGETHER else ()):

@@ -22,8 +22,7 @@ class Instruction:
     last: tuple[str, ...]
     """The values, neither outputs nor weights, that no later node reads; they are freed after the node."""
     statistics: tuple[tuple[int, str], ...]
-    """For a batch norm in training form: pairs of an output's position and the name of the buffer whose
-    content it replaces."""
+    """For a batch norm in training form: pairs of an output's position and the buffer whose content it replaces."""
     inner: tuple[Instruction, ...] = ()
     """For a Gradient node: the instructions that compute the differentiated value from the node's inputs."""
 
@@ -48,8 +47,7 @@ def program_of(graph: Graph) -> tuple[Instruction, ...]:
 
 
 def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
-    """Return the nodes that compute a Gradient node's ``y`` from its inputs, or refuse if other inputs of the graph
-    are needed."""
+    """Return the nodes that compute a Gradient node's ``y`` from its inputs; refuse if other inputs are needed."""
     names = differentiated(gradient)
     inner = {*names.xs, *names.zs}
     needed, chosen = {names.y}, []

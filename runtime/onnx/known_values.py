@@ -60,8 +60,7 @@ def known_results(row: Row, node: Node, args: Sequence[np.ndarray | None]) -> tu
 
 
 def wanted_as_tensors(program: Iterable[Instruction], known: Mapping[str, np.ndarray]) -> set[str]:
-    """Return the known weights that an op reads as a tensor. They are registered as buffers, so that they are
-    on the module's device."""
+    """Return the known weights that an op reads as a tensor, to be buffers, so that they are on the module's device."""
     settled, wanted = {*known, ""}, set()
     for step in program:
         node, row = step.node, step.row

@@ -89,8 +89,7 @@ class OnnxModule(nn.Module):
         return tuple(self._tensor(o.name, values[o.name]) for o in self.graph.outputs)
 
     def start(self, inputs: Sequence[Tensor]) -> dict[str, Value]:
-        """Return the graph's inputs and weights by name, before the first node runs; `ModelError` for another number
-        of inputs."""
+        """Return inputs and weights by name, before the first node runs; `ModelError` for another number of inputs."""
         if len(inputs) != len(self.graph.inputs):
             raise ModelError(
                 f"the graph has {len(self.graph.inputs)} inputs, but was called with {len(inputs)}"
@@ -125,8 +124,7 @@ class OnnxModule(nn.Module):
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Execute one node and return its results: NumPy arrays if all inputs are known values and the results
-        small, else tensors."""
+        """Execute a node and return its results: NumPy arrays if inputs are known and results small, else tensors."""
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):

@@ -172,8 +172,7 @@ class _Rebatching:
         return replace(node, inputs=tuple(inputs))
 
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
-        """Add a constant, and for Expand and Tile a node that applies it to the old input. Return the name of the
-        new input."""
+        """Add a constant, and for Expand and Tile a node that applies it to the old input. Return the new input."""
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"
         self.weights.append(Weight(name, "int64", stated.shape, "constant", lambda: stated))

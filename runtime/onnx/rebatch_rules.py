@@ -59,8 +59,7 @@ class RebatchCase:
         return None if old is None or new is None else batch_axis(old.shape, new.shape)
 
     def scaled(self, shape: Shape, axis: int) -> Shape | None:
-        """Return ``shape`` with ``axis`` scaled to the wanted batch size, or None if it is no multiple of the
-        export's."""
+        """Return ``shape`` with ``axis`` scaled to the wanted batch, or None if it is no multiple of the export's."""
         if shape[axis] % self.batch.traced:
             return None
         size = shape[axis] // self.batch.traced * self.batch.size
@@ -176,8 +175,7 @@ def _recurrent(case: RebatchCase) -> Operands:
 
 
 def _gather(case: RebatchCase) -> Operands:
-    """Return the replaced indices of a Gather along an axis that contains the batch; refuse unless the export has a
-    batch of one."""
+    """Return the new indices of a Gather along an axis with the batch; refuse unless the export has a batch of one."""
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or data is None or axis != along % len(data.shape):

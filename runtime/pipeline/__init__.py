@@ -1,2 +1,1 @@
-"""Pipeline parallelism in PyTorch: the action lists of PyTorch's pipeline schedules, and pipeline stages that run
-plans."""
+"""Pipeline parallelism in PyTorch: the action lists of PyTorch's schedules, and stages that run plans."""

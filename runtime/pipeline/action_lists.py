@@ -78,8 +78,7 @@ def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists
 
 
 def _entries(one: Any) -> list[tuple[str, int, int]]:
-    """Return the computations, receives and frees in one entry of a schedule's list; none for a send, several for an
-    overlapped pair."""
+    """Return the computations, receives and frees in an entry of a schedule's list; several for an overlapped pair."""
     if one.sub_actions is not None:
         return [action for part in one.sub_actions for action in _entries(part)]
     kind = one.computation_type.value

@@ -26,8 +26,7 @@ ACKNOWLEDGEMENT = 1
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbouring rank of a pipeline, for messages of forwards or of backwards. Those with one tag arrive in
-    order."""
+    """A neighbouring rank of a pipeline, for messages of forwards or backwards. Those with one tag arrive in order."""
 
     group: ProcessGroup
     """The processes of the pipeline."""
@@ -44,9 +43,7 @@ class Peer:
             return distributed.isend(tensor, group=self.group, group_dst=self.rank, tag=self._tag(number))
 
     def receiving(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to receive into a tensor and return the pending operation. ``number``: the tensor's position
-        in its message.
-        """
+        """Begin to receive into a tensor and return the pending operation. ``number``: its position in its message."""
         with self.reached():
             return distributed.irecv(tensor, group=self.group, group_src=self.rank, tag=self._tag(number))
 

@@ -65,8 +65,7 @@ def compile_stage(step: CapturedStep, schedule: Schedule, last: bool) -> StageCo
 
 
 def check_crossing(code: StageCode) -> None:
-    """Refuse a stage whose forward keeps a value for the backward: its memory would grow with the micro-batches in
-    flight."""
+    """Refuse a stage whose forward keeps a value for the backward: memory would grow with micro-batches in flight."""
     if code.crossing:
         raise ProblemError(f"{', '.join(code.crossing[:3])}: kept from a stage's forward for its backward")
 
@@ -136,8 +135,7 @@ class _StageWriter(Writer):
         return f"{forward}\n\n{self.function(f'backward(handed, hooks, held, {names})')}"
 
     def _outputs_leave(self, boundary: int) -> None:
-        """Write the call that passes the last stage's outputs to the loss, and drop those that no op reads from
-        ``boundary`` on."""
+        """Write the call that passes outputs to the loss, and drop those that no op reads from ``boundary`` on."""
         outputs = [o.value for o in self.of_kind("output")]
         self.lines.append(f"hooks.send({self.tuple_of(map(self.use, outputs))})")
         later = {

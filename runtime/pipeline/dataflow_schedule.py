@@ -33,8 +33,7 @@ class Updates:
     optimizer: torch.optim.Optimizer
     """Makes the updates; the budget counts neither its state nor its temporary tensors."""
     most_drift: float = 0.25
-    """The largest accepted relative error of a recomputed tensor, whose inverse may use weights that were updated
-    since the forward."""
+    """The largest accepted relative error of a recomputed tensor, whose inverse may use weights updated since."""
 
 
 @dataclass
@@ -55,8 +54,7 @@ class DataflowSchedule:
     scale_grads: bool = True
     """Whether gradients are divided by the number of micro-batches after each step. Ignored with ``updates``."""
     updates: Updates | None = None
-    """How the stage updates its weights by itself (`async`). None for `sync`: the caller updates them after the
-    batch."""
+    """How the stage updates its weights itself (`async`). None for `sync`: the caller updates them after the batch."""
     seed: int = 0
     """With ``steps``: the seeds of all random calls are derived from it."""
     steps: int = 0
@@ -186,16 +184,14 @@ class _Step:
         )
 
     def forward(self, m: int) -> None:
-        """Run the stage's forward of micro-batch number ``m``, with inputs from the previous stage or from the
-        batch."""
+        """Run the stage's forward of micro-batch ``m``, with inputs from the previous stage or from the batch."""
         inputs = self.received.take() if self.received else list(self.batch[m])
         if self.owner.updates:
             self.drifts[m] = Drift(self.stage.number, m, self.owner.updates.most_drift)
         self.stage.forward(m, self._hooks(m), inputs)
 
     def backward(self, m: int) -> None:
-        """Run the stage's backward of micro-batch number ``m``. In an `async` pipeline, update the weights if enough
-        backwards have run."""
+        """Run the backward of micro-batch ``m``. In an `async` pipeline, update the weights if enough have run."""
         answer = self.answered.take() if self.answered else self._loss(m)
         self.stage.backward(m, self._hooks(m), self.batch[m] if self.batch else (), answer)
         if m in self.drifts:

@@ -142,8 +142,7 @@ class DataflowStage:
 
 
 def _laid_out(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of ``like``: the given tensor if its strides fit, else a copy; zeros for
-    None."""
+    """Return a tensor with the strides of ``like``: the given one if they fit, else a copy; zeros for None."""
     if tensor is not None and tensor.stride() == like.stride():
         return tensor
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
@@ -162,8 +161,7 @@ class StageHooks:
     send: Callable[[Sequence[torch.Tensor]], None]
     """Called with the stage's outputs."""
     returns: Callable[[Sequence[torch.Tensor | None]], None]
-    """Called with the recomputed inputs, then the gradient of each input that requires one, or None if the backward
-    computes none."""
+    """Called with the recomputed inputs, then the gradient of each input that requires one, or None if not computed."""
     drift: Drift | None = None
     """Compares recomputed tensors with the original ones; None: they are not compared."""
 
@@ -200,8 +198,7 @@ class StageHooks:
 
 @dataclass
 class Drift:
-    """The errors of tensors that inverses recompute in one micro-batch's backward, estimated from a few elements of
-    each."""
+    """The errors of tensors that inverses recompute in a micro-batch's backward, estimated from a few elements."""
 
     stage: int
     microbatch: int
@@ -230,8 +227,7 @@ class Drift:
 
 
 def sample(tensor: torch.Tensor) -> list[float]:
-    """Return at most `SAMPLED` evenly spaced elements of a floating-point tensor, without an allocation; empty for
-    other types."""
+    """Return at most `SAMPLED` evenly spaced elements of a float tensor, without an allocation; else empty."""
     if not tensor.is_floating_point():
         return []
     while tensor.numel() > SAMPLED:

@@ -1,5 +1,4 @@
-"""Replace the regions of an exported graph that run under `torch.no_grad` by their ops: a pipeline cuts a flat
-graph."""
+"""Replace an exported graph's regions under `torch.no_grad` by their ops: a pipeline cuts a flat graph."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Export a model's forward as a graph of ATen calls for stages; a model that stages would compute otherwise is
-refused."""
+"""Export a model's forward as ATen calls for stages; a model that stages would compute otherwise is refused."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Modu
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Graph:
-    """Return the model's forward for these arguments as a graph of ATen calls; `ModelError` if it cannot be cut into
-    stages."""
+    """Return the model's forward for these arguments as ATen calls; `ModelError` if it cannot be cut into stages."""
     check_traceable(model)
     states = (*model.named_parameters(), *model.named_buffers())
     if taken := RESERVED.intersection(name.partition(".")[0] for name, _ in states):
@@ -45,8 +43,7 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _program(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.export.ExportedProgram, Numbers]:
-    """Return a model's exported forward, and the numbers that it assigns to attributes; `ModelError` if it cannot be
-    exported."""
+    """Return a model's exported forward, and the numbers that it assigns to attributes; else `ModelError`."""
     name = type(model).__name__
     try:
         with (

@@ -18,8 +18,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_order(like: torch.Tensor) -> list[int] | None:
-    """Return the dimensions of a dense tensor from the largest stride to the smallest; None if it is contiguous or
-    not dense."""
+    """Return a dense tensor's dimensions from the largest stride to the smallest; None if contiguous or not dense."""
     if is_plain(like):
         return None
     order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
@@ -38,8 +37,7 @@ def keeps_format(like: torch.Tensor) -> bool:
 
 
 def turned(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a view of a tensor with its dimensions in the given order. Its gradient becomes the tensor's without
-    being permuted."""
+    """Return a view with the dimensions in another order. Its gradient becomes the tensor's without being permuted."""
     # Gradients are right only if the next stage undoes the order by this function, too.
     result: torch.Tensor = _Turned.apply(tensor, order)
     return result

@@ -74,8 +74,7 @@ class StageModule:
     module: nn.Module
     """Shares the model's parameters and buffers, under the model's names."""
     args: tuple[Any, ...]
-    """The module's arguments; on the first stage those of the model. Arguments that are no tensors are the real
-    ones."""
+    """The module's arguments; on the first stage the model's. Arguments that are no tensors are the real ones."""
     kwargs: Mapping[str, Any]
     """Likewise, by name."""
     outputs: tuple[torch.Tensor, ...]
@@ -182,8 +181,7 @@ def cut_places(graph: fx.Graph) -> dict[str, int]:
 
 
 def _places(graph: fx.Graph, cuts: Sequence[str], model: str) -> list[int]:
-    """Return the position of each stage's first op; `UsageError` if a cut is unknown or does not come after the one
-    before."""
+    """Return the positions of stages' first ops; `UsageError` if a cut is unknown or not after the one before."""
     first, known = cut_places(graph), cut_names(graph)
     for cut in cuts:
         if cut not in known:
@@ -204,8 +202,7 @@ def _owners(graph: fx.Graph, places: Sequence[int]) -> dict[fx.Node, int]:
 
 
 def _changed(graph: fx.Graph) -> frozenset[str]:
-    """Return the parameters and buffers that some op writes in place, directly or through a view, such as running
-    statistics."""
+    """Return the parameters and buffers that ops write in place, perhaps through a view, as running statistics."""
     found = set()
     memory = _memory(graph)
     for node in _ops(graph):
@@ -215,8 +212,7 @@ def _changed(graph: fx.Graph) -> frozenset[str]:
 
 
 def _arguments_of(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
-    """Return the positional arguments of an op that are other nodes' values, each after its entry in the op's
-    schema."""
+    """Return an op's positional arguments that are other nodes' values, each after its entry in the op's schema."""
     schema = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
     pairs = zip(schema, node.args, strict=False)
     return [(argument, value) for argument, value in pairs if isinstance(value, fx.Node)]
@@ -307,8 +303,7 @@ def _is_differentiable(node: fx.Node) -> bool:
 
 
 def _carried(graph: fx.Graph, place: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
-    """Return the nodes whose tensors pass the cut: tensor arguments and earlier ops that a later op or the output
-    reads."""
+    """Return the nodes whose tensors pass the cut: arguments and earlier ops that a later op or the output reads."""
     ops = _ops(graph)
     late = {*ops[place:], graph.output_node()}
     made = [n for n in values if isinstance(values[n], torch.Tensor)] + ops[:place]
@@ -365,15 +360,13 @@ def _part(
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Return the order in which a message has the dimensions of a node's tensor; None for its own order, or for no
-    tensor."""
+    """Return the order in which a message has a node's dimensions; None for its own order, or for no tensor."""
     fake = node.meta["val"]
     return memory_order(fake) if isinstance(fake, torch.Tensor) else None
 
 
 def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = True) -> fx.Node:
-    """Add the view of a tensor as a message to a stage's graph, or undo it (``back``); the tensor itself if they are
-    the same."""
+    """Add a tensor's view as a message to a stage's graph, or undo it (``back``); the tensor itself if the same."""
     order = _order(node)
     if order is None:
         return out

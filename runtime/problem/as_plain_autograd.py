@@ -47,8 +47,7 @@ class PlainAutograd:
     losses: frozenset[str] = frozenset()
     """The names of the backwards of cross entropies, which have a second tensor of scores."""
     masks: Mapping[str, int] = field(default_factory=dict)
-    """By storage name, the bytes of an element of the input of a dropout. A mask of the step has one byte an
-    element."""
+    """By storage name, the bytes of an element of a dropout's input. A mask of the step has one byte an element."""
     nodes: tuple[tuple[str, ...], ...] = ()
     """For each node of the backward that calls several ops, their names."""
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

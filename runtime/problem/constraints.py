@@ -1,5 +1,4 @@
-"""Translate a user's constraints on recomputation, which name modules and ops, into names of ops of the planning
-problem."""
+"""Translate a user's constraints on recomputation, which name modules and ops, into the problem's ops."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ run again, whatever the user asks."""
 Name = str | Callable[..., Any]
 """A module's qualified name; an op's name such as ``aten.addmm`` or ``mylib::kernel``; or the op itself."""
 Policy = Sequence[Name] | Callable[..., CheckpointPolicy]
-"""The names of what must be saved; or a function ``(context, op, *args, **kwargs)``, as selective checkpointing takes
-it."""
+"""The names of what must be saved, or a function ``(context, op, *args, **kwargs)`` of selective checkpointing."""
 INSIDE = ".*"
 """The end of a module's name that stands for all ops inside of it."""
 
@@ -123,8 +121,7 @@ def _calls_of(step: CapturedStep, name: Name) -> set[str]:
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
-    """Return the forward calls among ``calls`` whose results are outputs of the step, or that other forward calls
-    read."""
+    """Return the forward calls among ``calls`` whose results are outputs, or that other forward calls read."""
     read = {
         storage
         for c in step.calls

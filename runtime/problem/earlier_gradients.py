@@ -102,8 +102,7 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return, by position, the unused bytes of the budget, or None if gradients that wait for their segment's end
-    need more."""
+    """Return, by position, the unused bytes of the budget, or None if gradients that wait need more."""
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     # Autograd takes a freed gradient when its segment ends. Segments end early where the budget requires it,
     # but not between every two ops.

@@ -78,13 +78,11 @@ class OtherLayout:
     kept: Mapping[str, int]
     """By storage name, bytes of copies that are freed together with that storage."""
     spare: int
-    """Bytes that are charged for the outputs' gradients but not needed in this layout: an expanded gradient is one
-    number."""
+    """Bytes charged for the outputs' gradients but not needed in this layout: an expanded gradient is one number."""
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """Yield the step with each of `LAYOUTS` for its outputs' gradients, except layouts whose strides are those at
-    capture."""
+    """Yield the step with each of `LAYOUTS` for its outputs' gradients, except those with the strides at capture."""
     opened = for_any_layout(step)
     for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():
@@ -144,8 +142,7 @@ class _Followed:
                 self._follow(call)
 
     def _follow(self, call: Call) -> None:
-        """Run a call on fake tensors of the other layout, and record what it copies and by how much its results are
-        larger."""
+        """Run a call on fakes of the other layout, and record what it copies and by how much its results are larger."""
         fakes = {name: self.step.values[name].fake for name in call.operands}
         if not call.is_view:
             self.read[call.name] = sum(

@@ -48,8 +48,7 @@ class LossMemory:
     forward: int = 0
     """Bytes by which the loss exceeds ``peak`` before its backward. Only `measured` tells the two apart."""
     dense: bool = False
-    """Whether the outputs' gradients are known to have the outputs' strides, so that the backward need not copy
-    them."""
+    """Whether the outputs' gradients surely have the outputs' strides, so that the backward need not copy them."""
 
     @property
     def between(self) -> int:
@@ -66,9 +65,7 @@ class LossMemory:
 
     @classmethod
     def of_copies(cls, step: CapturedStep, copies: float, unread: frozenset[str] = frozenset()) -> LossMemory:
-        """Return the memory of a loss that needs, at its peak, ``copies`` times the bytes of the outputs that
-        it reads.
-        """
+        """Return the memory of a loss that needs at its peak ``copies`` times the bytes of the outputs it reads."""
         tangents = sum(allocated(fake.nbytes, fake.device) for fake in _outputs_read(step, unread))
         more = max(0, int(copies * _output_bytes(step, unread)) - tangents)
         return cls.of_peak(step, more + SCALARS * _scalar(step), unread)

@@ -78,8 +78,7 @@ def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
 
 
 def _grain(step: CapturedStep, call: Call) -> float:
-    """Return the relative error that a call's rounding adds: its result type's machine epsilon if no argument is as
-    coarse, else 0."""
+    """Return the relative error of a call's rounding: its result type's epsilon if no argument is as coarse, else 0."""
     results = [step.values[r].fake.dtype for r in call.made]
     reads = [step.values[r].fake.dtype for r in call.operands]
     coarse = max((torch.finfo(d).eps for d in results if d.is_floating_point), default=0.0)

@@ -33,8 +33,7 @@ def saves_state(name: str) -> bool:
 
 
 def random_state_bytes(step: CapturedStep) -> int:
-    """Return the bytes of the largest state among the random generators from which a step draws; 0 if it draws no
-    numbers."""
+    """Return the bytes of the largest state of the generators from which a step draws; 0 if it draws no numbers."""
     return max(map(_state_bytes, step.drawing_devices), default=0)
 
 
@@ -92,8 +91,7 @@ def without_random_states(graph: TrainingGraph) -> TrainingGraph:
 
 
 def with_saves(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
-    """Return a sequence of runs (names of ops) in which each op that draws has its state saved just before it runs
-    first."""
+    """Return runs (names of ops) in which each op that draws has its state saved just before it runs first."""
     saved: set[str] = set()
     found: list[str] = []
     for name in runs:

@@ -189,8 +189,7 @@ def states_of(
 
 
 def _labelled(one: Shaped, have: Mapping[str, AxisSpan]) -> dict[str, State] | None:
-    """Return the states of a call's values by the labels of its dimensions; None if it cannot be split along this
-    axis."""
+    """Return the states of a call's values by the labels of its dimensions; None if this axis cannot be split."""
     rule = rule_of(one.step, one.call)
     value, span = next(iter(have.items()))
     if rule is None or value not in rule.labels:

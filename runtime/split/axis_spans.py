@@ -12,8 +12,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AxisSpan:
-    """Where a tensor has the axis: dimensions ``first`` to ``last``, flattened, whose entry i belongs to index i //
-    ``inner``."""
+    """Where a tensor has the axis: flattened dimensions ``first`` to ``last``, entry i at index i // ``inner``."""
 
     first: int
     last: int

@@ -190,8 +190,7 @@ def selected(one: Shaped) -> DimensionRule:
 
 
 def joined(at: int, shape: int | None = None) -> Rule:
-    """The result has a dimension, argument ``at``, that the operands lack. ``shape``: the argument that is its
-    shape."""
+    """The result has a dimension, argument ``at``, that the operands lack. ``shape``: the argument with its shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         y = one.results[0]

@@ -55,8 +55,7 @@ class SplitRegion:
         return ".".join(shared) or "model"
 
     def is_in(self, module: str) -> bool:
-        """Return whether ops of a module, or of its submodules, are in the region. ``module``: its name, or `LOSS`, or
-        the region's name."""
+        """Return whether ops of a module are in the region. ``module``: its name, or `LOSS`, or the region's name."""
         return module == self.name or any(
             one == module or one.startswith(f"{module}.") for one in self.modules
         )
@@ -322,8 +321,7 @@ class _Growth:
         return sorted(found, key=self.use.position.__getitem__)
 
     def _with_views(self, call: Call) -> dict[str, State] | None:
-        """Return the new states of a call's values and of the views between them and the region; None if it does not
-        fit."""
+        """Return the new states of a call's values and of views to the region; None if it does not fit."""
         before, new = self.states, dict[str, State]()
         self.states = ChainMap(new, before)
         try:
@@ -345,8 +343,7 @@ class _Growth:
             self.states.update(found)
 
     def _is_inner(self, storage: str, calls: Set[str], states: Mapping[str, State]) -> bool:
-        """Return whether one of the calls makes a storage, only they read it, in parts, and the step does not return
-        it."""
+        """Return whether one of the calls makes a storage, only they read it, in parts, and it is not returned."""
         maker, readers = self.use.allocator.get(storage), self.use.readers_of_storage.get(storage)
         if maker is None or maker.name not in calls or not readers or storage in self.use.outputs:
             return False

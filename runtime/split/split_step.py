@@ -357,8 +357,7 @@ class _Splitter(SumEmitter):
             self._cat(call, value, region, name)
 
     def _cat(self, call: Call, value: str, region: SplitRegion, name: str) -> None:
-        """Emit the concatenation ``name`` of all parts of a result; `CannotSplit` if its layout is another than
-        unsplit."""
+        """Emit the concatenation ``name`` of a result's parts; `CannotSplit` if its layout is another than unsplit."""
         span, like = region.states[value], self.step.values[value].fake
         assert isinstance(span, AxisSpan)
         parts, at = [self.local[value, part] for part in self.parts[region]], span.last

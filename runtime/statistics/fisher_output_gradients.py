@@ -33,16 +33,14 @@ class Draws:
 
 @dataclass(frozen=True)
 class OutputGradient:
-    """An op that computes the gradient of a module's output with which an additional backward for the
-    statistics begins."""
+    """An op that computes the gradient of a module's output with which a backward for the statistics begins."""
 
     kind: str
     """The kind of Fisher matrix and the likelihood, a key of `KINDS`."""
     dim: int
     """The output's dimension of classes, or of the numbers of a Gaussian."""
     column: int
-    """For ``type-2``, the index of the column of the Hessian's root: a class, or a number of a Gaussian.
-    Unused for ``mc``."""
+    """For ``type-2``, the column of the Hessian's root: a class, or a number of a Gaussian. Unused for ``mc``."""
     weight: float
     """The factor of ‖y − t‖² in the loss of a Gaussian."""
     draws: Draws = field(compare=False)

@@ -15,8 +15,7 @@ MOST_COLUMNS = 64
 
 
 def samples_of(step: CapturedStep) -> int:
-    """Return the size of the first dimension of the module's first input tensor, or 0 if there is no such
-    tensor or dimension."""
+    """Return the size of the first dimension of the module's first input tensor, or 0 if there is none."""
     first = next((i for i in step.inputs if i.kind == "batch"), None)
     shape = step.values[first.value].fake.shape if first else ()
     return shape[0] if shape else 0

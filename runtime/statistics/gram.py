@@ -214,8 +214,7 @@ class Gram:
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which products of numbers of type ``dtype`` are summed: float32, or ``dtype`` if that is
-    wider."""
+    """Return the type in which products of ``dtype`` are summed: float32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -224,8 +223,7 @@ def _taken(rows: int, share: float) -> int:
 
 
 def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the indices of the used rows: for each dimension of ``sizes``, a vector with an index for each
-    used row."""
+    """Return the indices of the used rows: for each dimension of ``sizes``, a vector with one for each used row."""
     taken = _taken(rows, share)
     at = torch.arange(taken, device=device, dtype=torch.float64)
     # One row of each interval of rows / taken rows. Its position in the interval follows the golden ratio, so

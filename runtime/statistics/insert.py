@@ -31,8 +31,7 @@ Places: TypeAlias = Literal["each", "mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The outputs of a captured step that contain Σ a aᵀ and Σ g gᵀ for a block of a weight's rows with
-    common inputs."""
+    """The outputs of a step with Σ a aᵀ and Σ g gᵀ for a block of a weight's rows with common inputs."""
 
     a: str
     """The name (target) of the output with Σ a aᵀ."""
@@ -136,8 +135,7 @@ class _Pass:
         return found
 
     def _needed_only(self, backwards: list[SecondBackward]) -> None:
-        """Add to the step those calls of ``backwards`` whose results the statistics need, and drop values
-        that no added call makes."""
+        """Add to the step the calls of ``backwards`` that the statistics need, and drop values that no call makes."""
         needed = {name for calls in self.before.values() for c in calls for name in c.operands}
         for one in backwards:
             for call in reversed(self.step.calls):

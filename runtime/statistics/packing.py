@@ -44,8 +44,7 @@ def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> T
 
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
-    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border).
-    ``d`` counts no border."""
+    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):
@@ -84,8 +83,7 @@ def packed_trace(packed: Tensor, d: int) -> Tensor:
 
 
 def pack(dense: Tensor) -> Tensor:
-    """Return dense symmetric matrices (..., d, d) packed, without border. Entries above the diagonal blocks
-    are not read."""
+    """Return symmetric matrices (..., d, d) packed, without border. Entries above the diagonal blocks are not read."""
     d = dense.shape[-1]
     packed = dense.new_empty((*dense.shape[:-2], packed_size(d)))
     for start, end, offset in block_columns(d):

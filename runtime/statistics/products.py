@@ -57,8 +57,7 @@ Row: TypeAlias = Callable[[Call, CapturedStep], Product | None]
 
 
 def product_of(call: Call, step: CapturedStep) -> Product | None:
-    """Return a call of the backward half as a product that computes a weight's gradient, or None if it is no
-    such product."""
+    """Return a call of the backward half as a product that computes a weight's gradient, or None if it is none."""
     row = PRODUCTS.get(getattr(call.target, "overloadpacket", None))
     return row(call, step) if row else None
 

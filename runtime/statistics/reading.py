@@ -1,5 +1,4 @@
-"""How rows, whose outer products are summed into Kronecker factors, are read from a layer's input or its
-output's gradient."""
+"""How rows, whose outer products are summed into factors, are read from a layer's input or output gradient."""
 
 from __future__ import annotations
 

@@ -151,8 +151,7 @@ class Recorder:
         self._asked, self._ended = wanted, True
 
     def watch_shards(self, parameters: Iterable[Tensor]) -> None:
-        """Remember, by weak references, the parameters that FSDP2 has sharded. If there are none, keep those
-        known before."""
+        """Remember, by weak references, the parameters that FSDP2 has sharded; if none, keep those known before."""
         # A forward under FSDP2 sees gathered parameters: they have no gradients of earlier micro-batches, and
         # no optimizer updates them.
         shards = tuple(weakref.ref(p) for p in parameters if hasattr(p, "device_mesh"))
@@ -174,8 +173,7 @@ class Recorder:
         return self.step % self.options.every == 0 if self._asked is None else self._asked
 
     def ends_with(self, optimizer: Optimizer) -> None:
-        """End the training step if the optimizer, which has just stepped, has a parameter of the module; else do
-        nothing."""
+        """End the training step if the optimizer, which has just stepped, has a parameter of the module."""
         groups = (group["params"] for group in optimizer.param_groups)
         if any(id(p) in self._parameters for parameters in groups for p in parameters):
             self._ended = True

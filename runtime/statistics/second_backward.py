@@ -108,8 +108,7 @@ class SecondBackward:
         return value
 
     def _zeros(self, name: str, calls: list[Call]) -> Value:
-        """Return a new zero value in place of the first backward's ``name``, and append the call that makes
-        it to ``calls``."""
+        """Return zeros in place of the first backward's ``name``, and append the call that makes them to ``calls``."""
         fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
         calls.append(
             call_of(
@@ -155,8 +154,7 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """Return a captured step with the calls of ``before`` and ``behind`` placed around the calls that their
-    keys name."""
+    """Return a step with the calls of ``before`` and ``behind`` placed around the calls that their keys name."""
     calls: list[Call] = []
     for call in step.calls:
         calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]

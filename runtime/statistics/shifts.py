@@ -50,8 +50,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Shifts:
-    """How to sum the outer products of a convolution's windows of stride 1 from products of its input with
-    shifted copies."""
+    """How to sum outer products of a convolution's windows of stride 1 by products of its input with shifted copies."""
 
     read: Patches
     """How the windows are read from the input."""
@@ -108,8 +107,7 @@ class Shifts:
 
     @property
     def rows(self) -> float:
-        """The cost of all products for one entry of the batch: the number of positions over which they sum,
-        including padding."""
+        """The cost of all products for one entry of the batch: the positions over which they sum, with padding."""
         boxes = (math.prod(b - a for a, b in term.box) for term in self.terms if not term.whole)
         return sum(boxes) + sum(term.whole for term in self.terms) * math.prod(self.padded)
 
@@ -169,8 +167,7 @@ class Shifts:
             _add_rows(out, entries.permute(0, 2, 3, 1).reshape(groups, channels, -1), row, count, scale)
 
     def _add_entry(self, entry: Tensor, terms: Mapping[Term, Tensor], row: int, column: int) -> None:
-        """Add to ``entry``, in place, the sum for one pair of kernel positions. ``row`` and ``column`` are
-        numbered as packed."""
+        """Add to ``entry``, in place, the sum for a pair of kernel positions, ``row`` and ``column`` as packed."""
         count = math.prod(self.read.kernel)
         one, other = (count - 1 - k if self.read.flipped else k for k in (row, column))
         for term, sign in self.pairs[min(one, other), max(one, other)]:

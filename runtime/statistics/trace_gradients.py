@@ -42,8 +42,7 @@ class Summand(Generic[Found]):
     found: Found
     """What the function ``terminal`` of `summands` returned for the call that computes the summand."""
     chain: Chain
-    """The views and sums between that call and the gradient. Copies, additions and the calls of `REGIONS` are
-    left out."""
+    """Views and sums between that call and the gradient. Copies, additions and calls of `REGIONS` are left out."""
     region: RowRange | None
     """The rows of the gradient to which the summand is added; None for all rows."""
 
@@ -219,8 +218,7 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Apply ``chain`` to an empty tensor of the product's shape. Return the result, and size and stride of
-    each dimension summed over."""
+    """Apply ``chain`` to an empty product. Return the result, and size and stride of each dimension summed over."""
     shape = _made_shape(product)
     tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
     for call, index in chain:

@@ -43,8 +43,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a weight that are multiplied with the same inputs, usually all. Each block has Kronecker
-    factors of its own."""
+    """Rows of a weight that are multiplied with the same inputs, usually all. Each block has its own factors."""
 
     uses: tuple[Use, ...]
     """In the order in which their products are computed."""
@@ -76,8 +75,7 @@ location in memory and the dimensions that are not summed."""
 
 
 class Weights:
-    """The weights of a captured step that can have Kronecker factors, found by the calls that compute their
-    gradients."""
+    """The weights of a step that can have Kronecker factors, found by the calls that compute their gradients."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -122,8 +120,7 @@ class Weights:
 
     @cached_property
     def _layers(self) -> dict[str, list[tuple[Call, str]]]:
-        """By storage, the calls of the forward half that multiply a tensor in it with a weight, each with the
-        weight's value."""
+        """By storage, the forward's calls that multiply a tensor in it with a weight, each with the weight's value."""
         found: dict[str, list[tuple[Call, str]]] = defaultdict(list)
         constant: list[tuple[Call, str, str]] = []
         weights = set[str]()
@@ -339,8 +336,7 @@ def _below_rows(placement: Placement, region: RowRange) -> tuple[tuple[int, ...]
 
 
 def _effective_name(parts: list[str], used: set[str]) -> str:
-    """Return the parametrised attribute if all parameters belong to one, else their names joined by ``+``;
-    apostrophes make it unused."""
+    """Return the parametrised attribute if all parameters are of one, else joined names; apostrophes make it unused."""
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
     if len(stems) == 1 and all(mark for _, mark, _ in owners):

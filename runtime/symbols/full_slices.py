@@ -1,5 +1,4 @@
-"""Remove slices of whole dimensions, which eager mode skips in an index ``x[a, b]`` but a trace with symbolic sizes
-contains."""
+"""Remove slices of whole dimensions, which eager mode skips in an index ``x[a, b]``, but not a symbolic trace."""
 
 from __future__ import annotations
 

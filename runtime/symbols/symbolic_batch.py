@@ -61,8 +61,7 @@ class _Outcomes(ShapeEnv):
 
 
 class BatchSymbols:
-    """Symbols for the sizes of a batch, one for each dimension even if sizes are equal, and for numbers of selected
-    elements."""
+    """Symbols for a batch's sizes, one for each dimension even if equal, and for numbers of selected elements."""
 
     def __init__(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
@@ -200,8 +199,7 @@ class SizeGuard:
 
 
 class _Sizes:
-    """What a guard reads of a tensor: sizes and strides. The offset is 0, since a step is valid for all offsets
-    (`OpenStep.at`)."""
+    """What a guard reads of a tensor: sizes and strides. The offset is 0: a step is valid for all (`OpenStep.at`)."""
 
     __slots__ = ("size", "stride")
 
@@ -213,8 +211,7 @@ class _Sizes:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a contiguous range of memory, each element once. A tensor without
-    elements is dense."""
+    """Return whether a tensor's elements fill a range of memory, each once. One without elements is dense."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

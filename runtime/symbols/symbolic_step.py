@@ -1,5 +1,4 @@
-"""A captured step whose sizes are expressions of the batch's sizes, and how to make a captured step with integer sizes
-from it."""
+"""A step whose sizes are expressions of the batch's sizes, and how to make one with integer sizes from it."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class OpenValue:
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A captured step, valid for all batches that satisfy ``guard``, whose sizes are expressions of the batch's
-    sizes."""
+    """A step, valid for all batches that satisfy ``guard``, whose sizes are expressions of the batch's sizes."""
 
     name: str
     inputs: tuple[StepInput, ...]
@@ -154,8 +152,7 @@ class OpenStep:
         return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
 
     def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return a batch's tensors by the memory of their inputs; `NotSymbolic` if two share memory or the step
-        relies on offsets."""
+        """Return a batch's tensors by memory; `NotSymbolic` if two share memory or the step relies on offsets."""
         given = [(i, batch[int(i.target)]) for i in self.inputs if i.kind == "batch"]
         storages = {tensor.untyped_storage()._cdata for _, tensor in given}
         moved = any(tensor.storage_offset() for _, tensor in given)
@@ -236,8 +233,7 @@ class _Fakes:
         self.made: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: OpenValue, sizes: Sequence[int]) -> torch.Tensor:
-        """Return a fake tensor for a symbolic one, with tracked sizes. ``sizes``: the values of all expressions, by
-        position."""
+        """Return a fake tensor for a symbolic one, with tracked sizes. ``sizes``: expressions' values, by position."""
         storage = self.made.get(value.memory)
         if storage is None:
             storage = torch.UntypedStorage(self.nbytes[value.memory], device="meta")

@@ -55,8 +55,7 @@ for _check in _WITH_RESULT:
 _VALID = Assertion(
     True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
 )
-"""The condition that torch.distributions validates, and the error if it does not hold. The original message
-would print values."""
+"""What torch.distributions validates, and the error if it does not hold; the original would print values."""
 
 
 class Checks(TorchDispatchMode):

@@ -31,8 +31,7 @@ def _nothing_around(_original: object, *_args: Any, **_kwargs: Any) -> Iterator[
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Make `torch.utils.checkpoint.checkpoint` call its function plainly, inside the block and in this thread; other
-    threads may train."""
+    """Make `torch.utils.checkpoint.checkpoint` call its function plainly, inside the block and in this thread."""
     with _replaced(_run, _nothing_around):
         yield
 

@@ -94,8 +94,7 @@ def _batch_norm(
 
 
 def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a function that runs a recurrent layer as eager mode does, but with PyTorch's cells, not cuDNN's
-    kernel."""
+    """Return what runs a recurrent layer as eager mode does, but with PyTorch's cells, not cuDNN's kernel."""
     packed = op._overloadname == "data"
 
     def recurrent(*args: Any, **kwargs: Any) -> Any:
@@ -146,8 +145,7 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Compute the CTC loss with its kernel's bits; the kernel with a mean creates a tensor that a tracer does not
-    see."""
+    """Compute the CTC loss with its kernel's bits. With a mean, that creates a tensor which a tracer does not see."""
     arguments = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
     losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *arguments, wanted, zero_infinity)

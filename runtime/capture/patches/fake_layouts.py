@@ -384,8 +384,7 @@ def _like(real: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the strides of a dense tensor of shape ``shape`` whose dimensions have the same order in memory as those
-    of ``real``."""
+    """Return the strides of a dense tensor of a ``shape`` whose dimensions have the order in memory of ``real``'s."""
     strides, expected = [1] * real.ndim, 1
     for _, _, dim in sorted(zip(real.stride(), real.shape, range(real.ndim), strict=True)):
         strides[dim], expected = expected, expected * shape[dim]

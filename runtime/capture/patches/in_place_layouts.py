@@ -62,8 +62,7 @@ UNNAMEABLE = getattr(ATEN.random_, "from")
 def _drawn(
     like: torch.Tensor, op: str, numbers: Sequence[Number], tensors: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return a new tensor like ``like`` with random numbers from the in-place ATen op ``op``, such as
-    ``normal_.default``."""
+    """Return a tensor like ``like`` with random numbers of the in-place ATen op ``op``, such as ``normal_.default``."""
     drawn: torch.Tensor = aten_op(op)(real_like(like), *tensors, *numbers)
     return drawn
 
@@ -135,8 +134,7 @@ class InPlaceLayouts(TorchDispatchMode):
 
 
 def _is_constant(tensor: Any) -> bool:
-    """Return whether a tracer records a tensor as a constant, as it does with a tensor in a plain attribute of a
-    module."""
+    """Return whether a tracer records a tensor as a constant, as one in a plain attribute of a module."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FunctionalTensor):
         return False
     return get_dispatch_mode(TorchDispatchModeKey.FUNCTIONAL) is not None
@@ -157,8 +155,7 @@ def _leaves_out(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _draw(func: OpOverload, written: FunctionalTensor, args: Sequence[Any]) -> FunctionalTensor:
-    """Overwrite a traced tensor with random numbers, in its present strides, by the in-place op ``func``, and return
-    it."""
+    """Overwrite a traced tensor with random numbers, in its strides, by the in-place op ``func``, and return it."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     numbers = [a for a in args if not isinstance(a, torch.Tensor)]
     name = f"{func._opname}.{func._overloadname}"

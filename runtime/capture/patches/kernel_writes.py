@@ -29,8 +29,7 @@ _NONE: _Names = frozenset()
 
 
 def python_function(kernel: Any) -> FunctionType | None:
-    """Return the Python function of a kernel, which wrappers such as autotuners hold as ``fn``; None if there is
-    none."""
+    """Return the Python function of a kernel, which wrappers such as autotuners hold as ``fn``, or None."""
     while kernel is not None and not inspect.isfunction(kernel):
         kernel = getattr(kernel, "fn", None)
     return kernel

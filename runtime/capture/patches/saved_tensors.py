@@ -1,5 +1,4 @@
-"""Refuse hooks on saved tensors: a planned step saves others, without hooks, so that hooks would not change its
-gradients."""
+"""Refuse hooks on saved tensors: a planned step saves others, so hooks would not change its gradients."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
 
 
 def _functions(modules: Sequence[nn.Module], own: Collection[str]) -> Iterator[FunctionType]:
-    """Yield the functions that the modules' forwards may call, without library code: in attributes and closures, or
-    named by code."""
+    """Yield functions that forwards may call, without library code: in attributes and closures, or named by code."""
     kinds = [vars(kind) for kind in dict.fromkeys(k for module in modules for k in type(module).__mro__)]
     waiting = [held[name] for held in kinds for name in ("forward", "__call__") if name in held]
     waiting += [value for module in modules for value in tuple(vars(module).values())]

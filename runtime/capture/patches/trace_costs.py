@@ -12,8 +12,7 @@ from torch.fx.experimental import proxy_tensor
 
 @contextmanager
 def only_what_is_read() -> Iterator[None]:
-    """Inside the block, Python does not search for cycles, and tracers do not describe tensors twice
-    (``tensor_meta``)."""
+    """In the block, Python does not search for cycles, and tracers do not describe tensors twice (``tensor_meta``)."""
     with no_collection(), patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing):
         yield
 

@@ -1,2 +1,1 @@
-"""ONNX ops as functions on torch tensors. Each function is an entry of the op table for one op and some opset
-versions."""
+"""ONNX ops as functions on torch tensors. Each is an entry of the op table for one op and some opsets."""

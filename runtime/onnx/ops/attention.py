@@ -1,5 +1,4 @@
-"""The ONNX op Attention as a function on torch tensors: scaled dot product attention with masks, caches and grouped
-heads."""
+"""The ONNX op Attention on torch tensors: scaled dot product attention with masks, caches, grouped heads."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def _additive(mask: Tensor, q: Tensor, keys: int) -> Tensor:
 
 
 def _by_hand(node: Node, inputs: Inputs, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute attention op by op. Return the result, and the scores at the stage that ``qk_matmul_output_mode``
-    names."""
+    """Compute attention op by op. Return the result, and the scores as ``qk_matmul_output_mode`` says."""
     q, k, v = inputs
     # 0: products, 1: after the softcap, 2: after adding the bias, 3: after the softmax.
     stage = integer(node, "qk_matmul_output_mode", 0)

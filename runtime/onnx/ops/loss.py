@@ -1,5 +1,4 @@
-"""ONNX ops for losses in a graph and for random tensors, as functions on torch tensors; and the op table's entry for
-Gradient."""
+"""ONNX ops for losses and random tensors, as functions on torch tensors; and the op table's entry for Gradient."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ for _op, (_draw, _draw_like, _scale) in RANDOM.items():
 
 @ROWS.add("Bernoulli", 15, 22, random=True)
 def bernoulli(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Bernoulli: draw 1 with the input as probability, else 0, in the type ``dtype`` (by default the
-    input's)."""
+    """Run ONNX Bernoulli: draw 1 with the input as probability, else 0, in ``dtype`` (by default the input's)."""
     return torch.bernoulli(x).to(_dtype(node, x.dtype))
 
 

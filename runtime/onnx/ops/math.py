@@ -91,8 +91,7 @@ def selu(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Gelu", 20)
 def gelu(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Gelu: x Φ(x), with Φ the normal distribution function; its tanh approximation if ``approximate`` is
-    ``tanh``."""
+    """Run ONNX Gelu: x Φ(x), with Φ the normal distribution function, or its tanh approximation."""
     return F.gelu(x, approximate=text(node, "approximate", "none"))
 
 
@@ -143,8 +142,7 @@ def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
 
 @ROWS.add("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
-    """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``, with one slope per channel or one for
-    all."""
+    """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``, one slope per channel or one for all."""
     return F.prelu(x, slope)
 
 
@@ -161,8 +159,7 @@ def is_inf(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Clip", 11, 12, 13, scalars=True)
 def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
-    """Run ONNX Clip: clamp to the bounds ``low`` and ``high``, each of which may be None. If low > high, ``high``
-    wins."""
+    """Run ONNX Clip: clamp to ``low`` and ``high``, each of which may be None. If low > high, ``high`` wins."""
     if low is None and high is None:
         return x
     bounds = [b.to(x.dtype) if isinstance(b, Tensor) else b for b in (low, high)]
@@ -293,8 +290,7 @@ def _unsigned(function: Any, *operands: Tensor) -> Tensor:
 
 
 def _unsigned_quotient(a: Tensor, b: Tensor) -> Tensor:
-    """Return the bits of the unsigned quotient of 64-bit integers that are stored as int64 (Hacker's Delight,
-    section 9-3)."""
+    """Return the bits of the unsigned quotient of 64-bit integers stored as int64 (Hacker's Delight, 9-3)."""
     low = torch.iinfo(torch.int64).min
     half = (a >> 1) & ~low
     quotient = torch.div(half, b, rounding_mode="trunc") << 1
@@ -308,8 +304,7 @@ def _binary(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
 
 
 def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
-    """Return a function that runs a binary op of opsets below 7, where ``axis`` may align the second operand's first
-    axis."""
+    """Return what runs a binary op of opsets below 7, where ``axis`` may align the second operand's first axis."""
 
     def run(node: Node, a: Any, b: Any) -> Tensor:
         axis = node.attributes.get("axis")
@@ -335,8 +330,7 @@ def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("BitShift", 11, 28)
 def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Run ONNX BitShift: shift the unsigned integers ``a`` by ``b`` bits, left or right by the attribute
-    ``direction``."""
+    """Run ONNX BitShift: shift unsigned integers ``a`` by ``b`` bits, left or right by the attribute ``direction``."""
     shift = (
         torch.bitwise_left_shift if text(node, "direction", "LEFT") == "LEFT" else torch.bitwise_right_shift
     )

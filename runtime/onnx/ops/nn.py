@@ -84,8 +84,7 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes, kernel (C, C' ÷ group, …) and bias or
-    None."""
+    """Run ONNX ConvTranspose on ``x`` (N, C, …), 1 to 3 spatial axes, kernel (C, C' ÷ group, …) and bias or None."""
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -136,8 +135,7 @@ def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: 
 def _trained_batch_norm(
     node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise ``x`` by the batch. Return it with the new running mean and variance, ``old · momentum + batch · (1
-    − momentum)``."""
+    """Normalise ``x`` by the batch. Return it with running statistics, ``old · momentum + batch · (1 − momentum)``."""
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
     if count == 1:  # one value per channel is the mean, and the variance is 0
@@ -194,8 +192,7 @@ def _with_saved(node: Node, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
 
 @ROWS.add("InstanceNormalization", 1, 6, 22)
 def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Run ONNX InstanceNormalization: normalise each channel of each sample of ``x`` (N, C, …). ``w``, ``b``: scale and
-    shift (C)."""
+    """Run ONNX InstanceNormalization: normalise each channel of ``x`` (N, C, …). ``w``, ``b``: scale, shift (C)."""
     return torch.instance_norm(x, w, b, None, None, True, 0.0, number(node, "epsilon", 1e-5), False)
 
 
@@ -216,8 +213,7 @@ def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any
 
 @ROWS.add("GroupNormalization", 21)
 def group_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Run ONNX GroupNormalization: normalise groups of channels of ``x`` (N, C, …). ``w``, ``b``: scale and shift
-    (C)."""
+    """Run ONNX GroupNormalization: normalise groups of channels of ``x`` (N, C, …). ``w``, ``b``: scale, shift (C)."""
     return torch.group_norm(x, integer(node, "num_groups", 1), w, b, number(node, "epsilon", 1e-5), False)
 
 
@@ -230,8 +226,7 @@ def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @ROWS.add("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
-    """Run ONNX RMSNormalization: divide by the root mean square over the axes from ``axis`` on, then multiply by
-    ``w``."""
+    """Run ONNX RMSNormalization: divide by the root mean square from ``axis`` on, then multiply by ``w``."""
     axis = integer(node, "axis", -1) % x.dim()
     wide = (
         x.float() if x.dtype in (torch.float16, torch.bfloat16) and integer(node, "stash_type", 1) == 1 else x
@@ -263,8 +258,7 @@ def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("LpNormalization", 1, 22)
 def lp_norm(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX LpNormalization: divide by the L1 or L2 norm along ``axis``; the result is zero where the norm is
-    zero."""
+    """Run ONNX LpNormalization: divide by the L1 or L2 norm along ``axis``; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
     return torch.where(
         norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)

@@ -34,8 +34,7 @@ class Window:
     after: tuple[int, ...]
     """With ``before``: the padding at both ends of the axis, as ``pads`` or ``auto_pad`` states it."""
     reach: tuple[int, ...]
-    """The number of elements from the end of the axis to the end of the last window, which may differ from
-    ``after``."""
+    """The elements from the end of the axis to the end of the last window, which may differ from ``after``."""
     ceil: bool
     """Whether the output size is rounded up."""
 
@@ -48,8 +47,7 @@ class Window:
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return a node's pooling window on ``x`` (N, C, …), by ONNX's formula for the output size; refuse a kernel that
-    does not fit."""
+    """Return a pooling window on ``x`` (N, C, …), by ONNX's output size; refuse a kernel that does not fit."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:
@@ -112,8 +110,7 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
 
 @ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
 def average_pool(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX AveragePool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. Padding counts if
-    ``count_include_pad`` is set."""
+    """Run ONNX AveragePool on ``x`` (N, C, …), 1 to 3 spatial axes. Padding counts if ``count_include_pad`` is set."""
     w = window(node, x)
     counted = bool(integer(node, "count_include_pad", 0))
     rank = len(w.kernel)

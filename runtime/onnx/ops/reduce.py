@@ -205,8 +205,7 @@ def hardmax(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Hardmax", 1, 11)
 def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on together, 0
-    elsewhere."""
+    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on, else 0."""
     flat = x.flatten(integer(node, "axis", 1) % x.dim())
     return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
 

@@ -25,8 +25,7 @@ Known = np.ndarray | None
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How to run one ONNX op from one opset version on. A known value depends on the inputs' shapes, not their
-    content."""
+    """How to run one ONNX op from one opset on. A known value depends on the inputs' shapes, not their content."""
 
     domain: str
     """Empty for ONNX's own ops."""
@@ -41,8 +40,7 @@ class Row:
     scalars: bool = False
     """Whether known inputs of one element are passed as Python numbers."""
     size: SizeRule | None = None
-    """An upper bound of the result's number of elements, from the inputs, all known; None if the inputs' sizes bound
-    it."""
+    """An upper bound of the result's elements, from the inputs, all known; None if the inputs' sizes bound it."""
     random: bool = False
     """Whether the op draws random numbers."""
     literal: frozenset[int] = frozenset()
@@ -72,8 +70,7 @@ class OpRows:
         check: Callable[[Node], None] | None = None,
         raw: bool = False,
     ) -> Callable[[H], H]:
-        """Return a decorator that adds an entry for each opset version in ``since``. The other arguments are fields
-        of `Row`."""
+        """Return a decorator that adds an entry for each opset in ``since``. Other arguments are fields of `Row`."""
 
         def collect(handler: H) -> H:
             self.rows += [
@@ -149,8 +146,7 @@ def number(node: Node, name: str, default: float) -> float:
 
 
 def intended(value: float) -> float:
-    """Return the shortest decimal number that rounds to the same float32: 0.9 for the 0.89999998 that an ONNX file
-    stores."""
+    """Return the shortest decimal that rounds to the same float32: 0.9 for the 0.89999998 of an ONNX file."""
     return float(str(np.float32(value)))
 
 

@@ -55,8 +55,7 @@ def _filled(shape: np.ndarray) -> int:
 
 @ROWS.add("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
 def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
-    """Run ONNX ConstantOfShape: a tensor of the given shape, filled with the attribute ``value`` (by default float32
-    zero)."""
+    """Run ONNX ConstantOfShape: a tensor of a shape, filled with the attribute ``value`` (by default float32 zero)."""
     value = node.attributes.get("value", np.zeros(1, np.float32))
     fill = to_tensor(np.asarray(value), "ConstantOfShape's value")
     return torch.full(known_ints(shape), np.asarray(value).ravel()[0].item(), dtype=fill.dtype)  # type: ignore[arg-type]
@@ -196,8 +195,7 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX SpaceToDepth: move blocks of b × b pixels into channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷
-    b)."""
+    """Run ONNX SpaceToDepth: blocks of b × b pixels become channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷ b)."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
     if text(node, "mode", "DCR") == "CRD":
         # CRD: the b² channels of a block are next to each other. DCR: they are C apart.
@@ -220,8 +218,7 @@ def _castable(node: Node) -> None:
 
 @ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Cast: convert ``x`` to the type ``to``. The op table refuses nodes with types that `ONNX_DTYPES`
-    lacks."""
+    """Run ONNX Cast: convert ``x`` to the type ``to``. The op table refuses types that `ONNX_DTYPES` lacks."""
     return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
 
 

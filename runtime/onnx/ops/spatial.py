@@ -36,8 +36,7 @@ def _samples(node: Node) -> None:
 
 @ROWS.add("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
-    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions in ``grid`` (N, …, spatial axes), scaled to
-    [−1, 1]."""
+    """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions ``grid`` (N, …, axes), scaled to [−1, 1]."""
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
     corners = bool(integer(node, "align_corners", 0))
     return F.grid_sample(x, grid, mode, text(node, "padding_mode", "zeros"), corners)
@@ -45,8 +44,7 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
 
 @ROWS.add("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
-    """Run ONNX AffineGrid on maps (N, 2, 3) or (N, 3, 4): the images of a regular grid, (N, H, W, 2) or (N, D, H, W,
-    3)."""
+    """Run ONNX AffineGrid on maps (N, 2, 3) or (N, 3, 4): images of a regular grid, (N, H, W, 2) or (N, D, H, W, 3)."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
@@ -79,8 +77,7 @@ def rotary_embedding(
 
 @ROWS.add("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
-    """Run ONNX Col2Im: add up the blocks (N, C · elements, blocks) at their positions in an image (N, C, *image) of
-    any rank."""
+    """Run ONNX Col2Im: add up blocks (N, C · elements, blocks) at their places in an image (N, C, *image)."""
     sizes, kernel = known_ints(image) or (), known_ints(block) or ()
     rank = len(sizes)
     dilations, strides = (ints(node, k) or (1,) * rank for k in ("dilations", "strides"))

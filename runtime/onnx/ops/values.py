@@ -1,5 +1,4 @@
-"""Conversions between NumPy and torch: arrays to tensors and back, and torch's element types by ONNX number and NumPy
-name."""
+"""Conversions between NumPy and torch: arrays and tensors, and torch's types by ONNX number and NumPy name."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ BY_NAME: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in ONN
 
 
 def torch_dtype(name: str, what: str) -> torch.dtype:
-    """Return the torch dtype with the name of a NumPy dtype, such as ``float32``; else raise `ModelError` about
-    ``what``."""
+    """Return the torch dtype with a NumPy dtype's name, such as ``float32``; else `ModelError` about ``what``."""
     if name not in BY_NAME:
         kind = "string" if name == "object" else name  # numpy's name for the type of arrays of strings
         raise ModelError(f"{what} is of type {kind}, which is not supported")
@@ -42,8 +40,7 @@ def torch_dtype(name: str, what: str) -> torch.dtype:
 
 
 def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
-    """Return a copy of a NumPy array as a tensor of the same type. ``what`` begins the error for an unsupported
-    type."""
+    """Return a copy of a NumPy array as a tensor of its type. ``what`` begins the error for an unsupported type."""
     dtype = torch_dtype(array.dtype.name, what)
     if dtype == torch.bfloat16:
         return torch.from_numpy(np.array(array).view(np.int16)).view(dtype)
@@ -51,8 +48,7 @@ def to_tensor(array: np.ndarray, what: str = "a value") -> torch.Tensor:
 
 
 def to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's values as a NumPy array on the CPU, without a copy where possible. bfloat16 becomes
-    `ml_dtypes.bfloat16`."""
+    """Return a tensor as a NumPy array, without a copy where possible. bfloat16 becomes `ml_dtypes.bfloat16`."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy()
