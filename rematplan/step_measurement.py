@@ -169,8 +169,7 @@ def _peak_above_entry(loaded: LoadedStep, run: Callable[[], None]) -> int:
 
 def planned_step(loaded: LoadedStep, plan: Plan) -> nn.Module:
     """Return a planned module that runs a step as `plan_module` would: it shares the parameters and buffers of
-    ``loaded.module``, and returns the loss.
-    """
+    ``loaded.module``, and returns the loss."""
     made = StepPlan(loaded.step, plan)
     options = PlanOptions(budget=plan.peak, costs=ROOFLINE)
     planned = module_with_plan(loaded.module, options, made, ops_of(loaded.bare), loaded.capture)

@@ -46,9 +46,7 @@ def _without_regions() -> AbstractContextManager[object]:
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any], Context]]:
     """Take compiled modules out of their wrappers inside the block, so that results have the names of the originals.
-
-    Yield the original model, what is called in its place, and a context that puts the wrappers back.
-    """
+    Yield the original model, what is called in its place, and a context that puts the wrappers back."""
     original = model._orig_mod if isinstance(model, OptimizedModule) else model
     places = [
         (parent._modules, name, module)

@@ -95,10 +95,8 @@ def differences(expected: Results, found: Results) -> StepDifferences:
 def faults_of(
     model: nn.Module, found: StepDifferences, seen: Watched, second: bool = False
 ) -> Iterator[Fault]:
-    """Yield the faults that explain what differs after a step.
-
-    ``second``: whether it is the second of two steps, after a first one without faults.
-    """
+    """Yield the faults that explain what differs after a step. ``second``: whether it is the second of two steps, after
+    a first one without faults."""
     hooks = {k: v for k, v in found.others.items() if k.startswith(FIRINGS)}
     hooked = {f"gradient {name.rpartition(' of ')[2]}" for name in hooks}
     draws = tuple(name for name in found.others if name.startswith("random state"))
@@ -128,10 +126,8 @@ def faults_of(
 
 
 def raised(error: Exception, seen: Watched) -> Fault:
-    """Return the fault of a step that raises an error although the plain step does not.
-
-    It names the first op that differs; else a region none of whose inputs requires a gradient; else the error.
-    """
+    """Return the fault of a step that raises an error although the plain step does not. It names the first op that
+    differs; else a region none of whose inputs requires a gradient; else the error."""
     first = _first_differences(seen, other_ops=True)
     said = f"the step raises {type(error).__name__}: {first_line(error)}"
     if not first:

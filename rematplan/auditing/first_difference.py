@@ -196,10 +196,7 @@ def cause_of(difference: FirstDifference) -> Cause:
 
 def first_difference(region: Region, other_ops: bool = False) -> FirstDifference | None:
     """Return the first op whose result or autocast state differs, one beyond rounding if possible; None if there is
-    none.
-
-    Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers.
-    """
+    none. Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers."""
     found: dict[_Kind, FirstDifference] = {}
     for first, again in _pairs(region):
         difference = FirstDifference(region, first, again)
@@ -266,10 +263,8 @@ def _key(run: OpRun) -> tuple[str, str]:
 
 
 def _pairs(region: Region) -> Iterator[tuple[OpRun, OpRun]]:
-    """Yield pairs of a run of the forward and of the recomputation, without runs that the recomputation left out.
-
-    A run without its like in the forward is paired with the next one there.
-    """
+    """Yield pairs of a run of the forward and of the recomputation, without runs that the recomputation left out. A run
+    without its like in the forward is paired with the next one there."""
     places: Mapping[tuple[str, str], list[int]] = {}
     places = {
         key: [i for i, run in enumerate(region.first) if _key(run) == key]

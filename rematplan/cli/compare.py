@@ -62,11 +62,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan compare``: plan a step by several strategies, run the plans unless ``--no-run`` is set, and
-    show a table.
-
-    The exit status is 1 if a plan's results differ by more than predicted, else 0.
-    """
+    """Run ``rematplan compare``: plan a step by several strategies, run the plans unless ``--no-run`` is set, and show
+    a table. The exit status is 1 if a plan's results differ by more than predicted, else 0."""
     check_outputs(args.png)
     auto = strategy(Auto.name, **{LIMIT: SECONDS, "two_lanes": ON, **strategy_options(args)})
     wanted = parse_budget(args.budget) if args.budget else None

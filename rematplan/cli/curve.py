@@ -179,10 +179,8 @@ def trace(
     out: Output,
     of: TrainingGraph | None = None,
 ) -> TradeOff:
-    """Return the trade-off curves of the strategies that have one for a problem; `UsageError` if none has.
-
-    ``of``: the problem of which budgets are percentages; None: the same one.
-    """
+    """Return the trade-off curves of the strategies that have one for a problem; `UsageError` if none has. ``of``: the
+    problem of which budgets are percentages; None: the same one."""
     base, whole = no_recompute(of or source.graph), whole_bytes(of or source.graph)
     amounts = [b.bytes(base.estimate.peak, lambda: 0, whole) for b in budgets if not b.is_lean]
     chosen = strategies if infer_phases(source.graph).has_phases else _without_blocks(strategies)

@@ -22,11 +22,8 @@ PLAIN_WIDTH = 120
 
 @dataclass(frozen=True)
 class Output:
-    """Prints what a command outputs.
-
-    ``json``: print one JSON document on standard output instead of tables. ``quiet``: print no tables and no progress
-    bar.
-    """
+    """Prints what a command outputs. ``json``: print one JSON document on standard output instead of tables. ``quiet``:
+    print no tables and no progress bar."""
 
     json: bool = False
     quiet: bool = False
@@ -50,10 +47,8 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress]:
-        """Show a progress bar unless ``quiet`` is set. Yields its function of the fraction done and a text.
-
-        That function, and the end of the context, raise KeyboardInterrupt if Ctrl-C was pressed.
-        """
+        """Show a progress bar unless ``quiet`` is set. Yields its function of the fraction done and a text. That
+        function, and the end of the context, raise KeyboardInterrupt if Ctrl-C was pressed."""
         with nullcontext(silent) if self.quiet else progress_bar(title) as update:
 
             def updated(done: float, text: str) -> None:

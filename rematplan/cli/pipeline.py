@@ -87,8 +87,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan pipeline``: divide the model into stages, plan them, show the pipeline, and write the requested
-    files. Return the exit status 0.
-    """
+    files. Return the exit status 0."""
     check_outputs(args.output, args.png)
     budget = parse_rank_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)

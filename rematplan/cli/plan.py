@@ -63,8 +63,7 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan plan``: plan the step within the budget, show the plan, and write the requested files. Return the
-    exit status 0.
-    """
+    exit status 0."""
     check_outputs(args.output, args.problem_out)
     parse_budget(args.budget)  # refuses a malformed budget before the model is loaded
     one_strategy(args)
@@ -111,10 +110,7 @@ def _error(source: Source, plan: Plan) -> float:
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
     """Plan a problem as the arguments say, or load the plan that they name. Return the problem, with notes, and its
-    plan.
-
-    With inverses that round, the plan may belong to the step without them.
-    """
+    plan. With inverses that round, the plan may belong to the step without them."""
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
     if source.loaded is None:

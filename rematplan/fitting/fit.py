@@ -148,10 +148,7 @@ def _largest(model: SizedModel, sizes: SizeSearch) -> tuple[LargestSizes | None,
 
 def _split(graph: TrainingGraph, exact: TrainingGraph, plan: Plan, asked: Question) -> dict[str, int]:
     """Return the bytes at the peak of a plan by kind. The margin is what rounded sizes exceed exact ones by, and what
-    libraries keep.
-
-    ``graph``: the problem with rounded sizes. ``exact``: the same problem with exact ones.
-    """
+    libraries keep. ``graph``: the problem with rounded sizes. ``exact``: the same problem with exact ones."""
     at = simulate(graph, plan.schedule).peak_at
     found = peak_split(exact, plan.schedule, at)
     stepping = found.pop(WORKSPACE) if peak_op(plan) == OPTIMIZER else 0

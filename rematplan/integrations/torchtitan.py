@@ -17,10 +17,8 @@ TESTED = ("0.3",)
 
 class BudgetAC(ActivationCheckpointing):  # type: ignore[misc]
     """Plans each block of a model in place (`rematplan.apply`) where torchtitan would put checkpoints around them.
-
     ``activation_checkpoint=BudgetAC.Config(budget="60% of activations")`` in a trainer's configuration. The budget is
-    of one block's forward and backward, its weights included.
-    """
+    of one block's forward and backward, its weights included."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):  # type: ignore[misc]

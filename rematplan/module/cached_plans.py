@@ -31,11 +31,8 @@ class CacheEntry:
 
     running: Running
     outputs: pytree.TreeSpec
-    """The pytree structure of the forward's results, the attributes that it sets, and the arguments if it changes
-    lists or dictionaries.
-
-    Attributes are by the module's position, and by name.
-    """
+    """The pytree structure of the forward's results, the attributes that it sets, and the arguments if it changes lists
+    or dictionaries. Attributes are by the module's position, and by name."""
     constants: tuple[Any, ...]
     """The leaves of ``outputs``. A leaf is a constant or a placeholder: `ResultTensor` for an output tensor of the
     compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
@@ -74,8 +71,7 @@ class CacheEntry:
 
     def fitting(self, gradients: int, names: Set[str]) -> CacheEntry | None:
         """Return the entry for the same call whose plan fits the budget while gradients of earlier steps exist; None
-        if no such entry is known.
-        """
+        if no such entry is known."""
         known = self.with_gradients.items()
         return next((w for (others, most), w in known if gradients <= most and names <= others), None)
 

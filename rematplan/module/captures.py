@@ -42,10 +42,8 @@ MANY_SIZES = 4 * MANY
 
 @dataclass(frozen=True, eq=False)
 class ReadyCapture:
-    """A capture for a call that was made before the module is planned.
-
-    ``key``: the call's (`Tracing.key`). ``found``: the capture.
-    """
+    """A capture for a call that was made before the module is planned. ``key``: the call's (`Tracing.key`). ``found``:
+    the capture."""
 
     key: Hashable
     found: Found

@@ -168,12 +168,9 @@ class Tracing:
     def symbolic(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
     ) -> OpenForward:
-        """Trace the forward and backward with symbolic sizes, for all sizes of the same graph; `NotSymbolic` if that
-        is impossible.
-
-        ``varying``: the symbolic dimensions, as (position in ``batch``, dimension); None for all. ``counts``:
-        numbers of selected elements, symbolic too.
-        """
+        """Trace the forward and backward with symbolic sizes, for all sizes of the same graph; `NotSymbolic` if that is
+        impossible. ``varying``: the symbolic dimensions, as (position in ``batch``, dimension); None for all.
+        ``counts``: numbers of selected elements, symbolic too."""
         symbols = BatchSymbols(varying, counts)
         with self._recording() as record:
             flat = self._flat(record)

@@ -56,11 +56,8 @@ def module_with_plan(
     calls: tuple[object, ...],
     capture: ReadyCapture | None = None,
 ) -> nn.Module:
-    """Return a planned module, sharing the model's parameters and buffers, that follows a plan which was made
-    before.
-
-    ``calls``: `ops_of` the captured step without inverses. ``capture``: of that step, if it exists.
-    """
+    """Return a planned module, sharing the model's parameters and buffers, that follows a plan which was made before.
+    ``calls``: `ops_of` the captured step without inverses. ``capture``: of that step, if it exists."""
     planner = GivenPlan(options, made=made, calls=calls)
     return planned_module(model, Runner(type(model).__name__, planner, ONE_SHAPE, ready=capture))
 

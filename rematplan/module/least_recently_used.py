@@ -24,11 +24,8 @@ class Recent:
         self._used[key] = next(self._clock)
 
     def trim(self, entries: dict[Any, list[Any]]) -> None:
-        """Remove entries, in place, until ``limit`` remain: those of the key that was not used for longest, the
-        oldest first.
-
-        ``entries``: a list of entries, the oldest first, by key.
-        """
+        """Remove entries, in place, until ``limit`` remain: those of the key that was not used for longest, the oldest
+        first. ``entries``: a list of entries, the oldest first, by key."""
         while sum(map(len, entries.values())) > self.limit:
             oldest = min(entries, key=lambda key: self._used.get(key, -1))
             del entries[oldest][0]

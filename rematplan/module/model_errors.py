@@ -22,10 +22,7 @@ def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
     """Return the exception that a forward raises in eager mode; None if it raises none, or only an error of
-    TorchDynamo.
-
-    It runs on copies. The model and all random states are restored.
-    """
+    TorchDynamo. It runs on copies. The model and all random states are restored."""
     (error,) = eager_forwards(model, forward, args, kwargs, 1)
     # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
     return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
@@ -41,10 +38,7 @@ def eager_forwards(
     saving: bool = False,
 ) -> Iterator[Exception | None]:
     """Run a forward in eager mode on copies of tensors, and yield its exception, or None, after each run. Afterwards
-    all is restored.
-
-    ``saving``: whether it saves tensors for a backward; otherwise only if it fails without them.
-    """
+    all is restored. ``saving``: whether it saves tensors for a backward; otherwise only if it fails without them."""
     saved = nullcontext() if saving else saved_tensors_hooks(_nothing, lambda kept: kept)
     with unchanged(model, copied=True), torch.enable_grad():
         for _ in range(times):

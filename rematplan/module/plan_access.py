@@ -115,8 +115,7 @@ class Planning:
     @property
     def plan(self) -> Plan:
         """The plan of the most recent call (before any call: the plan made last). Its status is ``refining`` while a
-        better plan is being searched for.
-        """
+        better plan is being searched for."""
         return _last(self._planned).running.shown
 
     @property
@@ -191,14 +190,12 @@ class Planning:
     def statistics(self) -> Statistics:
         """Return the Kronecker-factored statistics of the present training step: the sum over its backwards so far.
         They are available until the next training step's first forward. A training step that computes no statistics
-        has no factors.
-        """
+        has no factors."""
         return self._recorder.statistics()
 
     def statistics_layers(self) -> dict[str, Factors]:
         """Return the Kronecker factors that the plans in use compute, by the name of the layer's weight, as tensors
-        on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet.
-        """
+        on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet."""
         assert self._recorder
         plain = self._planned._rematplan.plans.plain()
         found = (shapes(other.statistics) for entry in plain for other in entry.measured if other.statistics)
@@ -229,8 +226,7 @@ class Planning:
     @property
     def statistics_state(self) -> tuple[int, int]:
         """A pair: the number of the present training step, and how many times labels have been drawn so far. To resume
-        training with exactly the same statistics, save this pair and assign it later.
-        """
+        training with exactly the same statistics, save this pair and assign it later."""
         return self._recorder.step, self._recorder.draws.count
 
     @statistics_state.setter
@@ -249,8 +245,7 @@ class Planning:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Make the plan for a call with these arguments, without running the model, and return the planned module. If
-        there is a plan for such a call, keep it.
-        """
+        there is a plan for such a call, keep it."""
         self._planned._rematplan.prepare(self._planned._rematplan_original(), args, kwargs)
         return self._module
 

@@ -19,11 +19,8 @@ from rematplan.runtime.graph.compat import disable_dynamo
 
 
 def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
-    """Return an object of a subclass of the model's class, which shares its state and whose calls ``runner``
-    executes.
-
-    Raises `ModelError` if the model cannot be traced, or is planned and its forward was replaced.
-    """
+    """Return an object of a subclass of the model's class, which shares its state and whose calls ``runner`` executes.
+    Raises `ModelError` if the model cannot be traced, or is planned and its forward was replaced."""
     check_traceable(model)
     if isinstance(model, _Planned):
         if model._rematplan_replaced is not None:
@@ -64,9 +61,7 @@ def _blank(kind: Any) -> nn.Module:
 
 def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Module:
     """Make ``planned``, an object without attributes, the planned module of a model; the two share one ``__dict__``.
-
-    ``state``: the model, its runner, and the function that replaces the planned forward, or None.
-    """
+    ``state``: the model, its runner, and the function that replaces the planned forward, or None."""
     model, runner, replaced = state
     attributes = {"_rematplan": runner, "_rematplan_origin": model, "_rematplan_replaced": replaced}
     for name, value in {"__dict__": model.__dict__, **attributes}.items():
@@ -75,11 +70,8 @@ def _become(planned: nn.Module, state: tuple[nn.Module, Runner, Any]) -> nn.Modu
 
 
 class _Forward:
-    """The attribute ``forward`` of planned modules: the planned forward, or a function that was assigned to replace
-    it.
-
-    An entry ``forward`` in the shared ``__dict__`` is the model's, and does not replace the planned one.
-    """
+    """The attribute ``forward`` of planned modules: the planned forward, or a function that was assigned to replace it.
+    An entry ``forward`` in the shared ``__dict__`` is the model's, and does not replace the planned one."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         @functools.wraps(kind.forward)

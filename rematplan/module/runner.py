@@ -57,11 +57,8 @@ YOUNG = 1
 
 
 class Runner:
-    """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the
-    results.
-
-    ``ready``: a capture of the first call, if it was made before.
-    """
+    """Executes the calls of one planned module: captures, plans and compiles its training steps, and keeps the results.
+    ``ready``: a capture of the first call, if it was made before."""
 
     def __init__(
         self,
@@ -90,8 +87,7 @@ class Runner:
         self.distrusted: frozenset[Any] = frozenset()
         """Ops that gave other results than planned, before the step was captured anew."""
         self.version: tuple[str, int | None] = ("", None)
-        """A trained parameter's name and its version at the last call. An optimizer's step changes the
-        version."""
+        """A trained parameter's name and its version at the last call. An optimizer's step changes the version."""
 
     def twin(self, *, with_plans: bool = True) -> Runner:
         """Return a runner for a copy of the module, with the present plans and captures or none. Later plans are not
@@ -116,11 +112,9 @@ class Runner:
         return (self,)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model and return its outputs, whose backward follows a plan; a step without a valid plan is
-        captured and planned.
-
-        Calls without gradients, and calls that another tracer traces, run without a plan (`state_if_planned`).
-        """
+        """Run the model and return its outputs, whose backward follows a plan; a step without a valid plan is captured
+        and planned. Calls without gradients, and calls that another tracer traces, run without a plan
+        (`state_if_planned`)."""
         if not torch.is_grad_enabled():
             return original.plain(args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
@@ -213,10 +207,7 @@ class Runner:
 
     def _distrust(self, found: OtherResults) -> None:
         """Drop all plans and captures after ops gave other results than planned. After other strides, later captures
-        run these ops on real tensors, then at fixed sizes.
-
-        Raises `ModelError` if that was not enough.
-        """
+        run these ops on real tensors, then at fixed sizes. Raises `ModelError` if that was not enough."""
         again = found.ops <= self.distrusted
         if again and self.captures.only_fixed:
             raise ModelError(

@@ -81,11 +81,8 @@ def prove_ranges(
 
 def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, AxisNumbers]]:
     """Return the axis with the most numbers, once for each combination of the other axes' fixed numbers, larger ones
-    first.
-
-    Beyond `MOST_LINES` combinations, each axis varies once, the others having their largest numbers, and a warning
-    says so.
-    """
+    first. Beyond `MOST_LINES` combinations, each axis varies once, the others having their largest numbers, and a
+    warning says so."""
     axes = [axis for axis, numbers in usual.items() if numbers]
     if not axes:
         return []

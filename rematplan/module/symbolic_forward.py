@@ -38,8 +38,7 @@ class Found:
     step: CapturedStep
     """The captured step, before planning."""
     outputs: pytree.TreeSpec
-    """The pytree structure of the forward's results, the attributes that it sets, and the arguments that it changes.
-    """
+    """The pytree structure of the forward's results, the attributes that it sets, and the arguments that it changes."""
     constants: tuple[Any, ...]
     """The leaves of that structure, with a placeholder for each tensor."""
     guard: guards.Guard
@@ -77,10 +76,8 @@ class Instance:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A `torch.Size` among a forward's results, some of whose sizes are expressions of the batch's sizes.
-
-    ``sizes``: integers, and `OpenSize` objects for the expressions.
-    """
+    """A `torch.Size` among a forward's results, some of whose sizes are expressions of the batch's sizes. ``sizes``:
+    integers, and `OpenSize` objects for the expressions."""
 
     sizes: tuple[Any, ...]
 
@@ -150,10 +147,8 @@ class OpenForward:
         return tuple(_closed(c, sizes) for c in self.constants)
 
     def plans(self, kind: Hashable, most: int) -> SizedPlans:
-        """Return what uses plans of this capture's steps at other sizes: one object for each ``kind`` of steps.
-
-        Kinds differ in the outputs with unexpected gradients, and in gradients of earlier steps. The latest are kept.
-        """
+        """Return what uses plans of this capture's steps at other sizes: one object for each ``kind`` of steps. Kinds
+        differ in the outputs with unexpected gradients, and in gradients of earlier steps. The latest are kept."""
         found = self._plans.pop(kind, None) or SizedPlans(self.step, most)
         self._plans[kind] = found
         while len(self._plans) > KINDS:

@@ -32,11 +32,8 @@ class Difference:
     absolute: float
     """The largest absolute difference of an element; infinite if only one step has it, or the shapes differ."""
     relative: float
-    """The L2 norm of the difference divided by that of the result in plain autograd; infinite like ``absolute``.
-
-    For gradients the divisor is at least `FLOOR` × the norm of all: one that should be 0 consists of rounding
-    errors.
-    """
+    """The L2 norm of the difference divided by that of the result in plain autograd; infinite like ``absolute``. For
+    gradients the divisor is at least `FLOOR` × the norm of all: one that should be 0 consists of rounding errors."""
 
 
 FLOOR = 1e-2

@@ -18,11 +18,8 @@ LEAST_GAIN = 0.1
 
 
 def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[FactorPart, int]:
-    """Return the rank that owns each Kronecker factor, or both factors (0, 1) of a layer, with inversion time
-    divided evenly.
-
-    ``sides``: the factors of each layer, in the same order in all processes.
-    """
+    """Return the rank that owns each Kronecker factor, or both factors (0, 1) of a layer, with inversion time divided
+    evenly. ``sides``: the factors of each layer, in the same order in all processes."""
     even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
     jobs: dict[FactorPart, float] = {}
     for name, (a, g) in sides.items():
@@ -47,8 +44,7 @@ def by_factor(parts: Mapping[FactorPart, int]) -> dict[FactorKey, int]:
 
 def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[FactorPart, int]) -> dict[str, int]:
     """Return, by weight name, the rank that multiplies the layer's gradient by both inverses: the owner of
-    the larger one.
-    """
+    the larger one."""
     owner = by_factor(parts)
     # The other owner sends the smaller inverse when it is new: about as many numbers as the gradient at most,
     # which the alternative would send in each step.

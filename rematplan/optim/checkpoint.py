@@ -37,8 +37,7 @@ def _of_owner(name: str, states: Sequence[Mapping[str, Any]]) -> Any:
 
 def check_whole(state: Mapping[str, Any], owned: Collection[FactorKey]) -> None:
     """Raise a UsageError if a ``state_dict`` lacks the average of a factor that this process inverts and that
-    had statistics.
-    """
+    had statistics."""
     layers = state[LAYERS]
     missing = [
         name

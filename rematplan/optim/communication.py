@@ -12,11 +12,9 @@ from rematplan.optim.step_memory import Copies
 
 
 class Exchange:
-    """The communication of a single process, which does all work itself, and the base class of that of several.
-
-    A factor's owner averages and inverts it; a layer's workers use both inverses. `assign` is called first. In each
-    step, all processes call, in this order: `begin` (if `early`), `sums`, `inverses`, `gradients`, `updates`, `others`.
-    """
+    """The communication of a single process, which does all work itself, and the base class of that of several. A
+    factor's owner averages and inverts it; a layer's workers use both inverses. `assign` is called first. In each step,
+    all processes call, in this order: `begin` (if `early`), `sums`, `inverses`, `gradients`, `updates`, `others`."""
 
     early = False
     """Whether `begin` sends statistics while a backward runs. Then `sums` ignores its argument and returns the totals

@@ -60,8 +60,7 @@ class Diagonal:
 
     def apply(self, x: Tensor) -> Tensor:
         """Return the product of a diagonal inverse and ``x``, (…, n, columns): row i of ``x`` is multiplied by
-        ``scales``[…, i].
-        """
+        ``scales``[…, i]."""
         return self.scales[..., None] * x
 
 
@@ -73,8 +72,7 @@ Make: TypeAlias = Callable[[Tensor, float, Inverse | None], Inverse]
 
 def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> Dense:
     """Return (``factor`` + λ I)⁻¹ as a dense matrix, with a larger λ if rounding makes the sum indefinite.
-    ``factor``: (…, n, n), symmetric; ``damping``: λ.
-    """
+    ``factor``: (…, n, n), symmetric; ``damping``: λ."""
     mean = float(factor.diagonal(dim1=-2, dim2=-1).mean())
     least = torch.finfo(factor.dtype).eps * factor.shape[-1] * max(mean, 0.0)
     while True:
@@ -90,19 +88,15 @@ def cholesky(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spectral:
     """Return (``factor`` + λ I)⁻¹ by all eigenvectors; five times as long as Cholesky (measured). ``factor``:
-    (…, n, n), symmetric.
-    """
+    (…, n, n), symmetric."""
     values, vectors = torch.linalg.eigh(factor)
     # Negative eigenvalues are rounding errors.
     return Spectral(vectors, 1 / (values.clamp_min(0) + damping), values.new_zeros(values.shape[:-1]))
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """Return about (``factor`` + λ I)⁻¹ by the n ÷ 8 largest eigenvalues, by Nyström's method. ``factor``:
-    (…, n, n), symmetric.
-
-    If ``before`` is `Spectral`, it starts with its eigenvectors.
-    """
+    """Return about (``factor`` + λ I)⁻¹ by the n ÷ 8 largest eigenvalues, by Nyström's method. ``factor``: (…, n, n),
+    symmetric. If ``before`` is `Spectral`, it starts with its eigenvectors."""
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)
     return low_rank_inverse(factor, values, basis, damping)

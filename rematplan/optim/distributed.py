@@ -72,8 +72,7 @@ class Ranks(Exchange):
 
     def assign(self, layers: Mapping[str, Layer]) -> None:
         """Choose the processes that invert the factors of ``layers`` (by weight name) in about equal times,
-        and the layers' workers.
-        """
+        and the layers' workers."""
         self._layers = layers
         sides = {name: layer.sides for name, layer in layers.items()}
         self._parts = owners(sides, self._grid.size)
@@ -89,14 +88,12 @@ class Ranks(Exchange):
 
     def parts(self) -> Collection[FactorPart]:
         """Return all Kronecker factors: pairs of a weight name and those of its factors, (0,), (1,) or (0,
-        1), that have one owner.
-        """
+        1), that have one owner."""
         return self._parts
 
     def owned(self) -> Collection[FactorKey]:
         """Return the factors that this process averages and inverts: pairs of a weight name and 0 (inputs) or
-        1 (outputs' gradients).
-        """
+        1 (outputs' gradients)."""
         return tuple(factor for factor, owner in by_factor(self._parts).items() if owner == self._grid.rank)
 
     def worked(self) -> Collection[str]:
@@ -105,10 +102,7 @@ class Ranks(Exchange):
 
     def begin(self, part: FactorPart, sums: Tensor, step: int) -> None:
         """Start to add the statistics of a running backward for the owner of ``part``. The vector ``sums`` is
-        overwritten.
-
-        All processes must call this equally often for each item of `parts`.
-        """
+        overwritten. All processes must call this equally often for each item of `parts`."""
         assert self._early_sums
         self._early_sums.add(part, sums.to(self._dtype), step)
 
@@ -122,8 +116,7 @@ class Ranks(Exchange):
 
     def sums(self, sums: Iterable[tuple[FactorPart, Tensor]]) -> Iterable[tuple[FactorPart, Tensor]]:
         """Return the totals of statistics of the factors that this process owns: those that `begin` sent, if
-        any, else of ``sums``.
-        """
+        any, else of ``sums``."""
         if self._early_sums and (found := self._grid.call(self._early_sums.finish)):
             return found.items()
         parts = dict(sums)
@@ -137,8 +130,7 @@ class Ranks(Exchange):
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
         """Return the mean gradients, weighted by ``rows``, of the layers that this process works on; as they
-        are without ``reduce_gradients``.
-        """
+        are without ``reduce_gradients``."""
         places = {name: self._places[name] for name in gradients}
         here = self._grid.here
         if not self._reduce:
@@ -157,8 +149,7 @@ class Ranks(Exchange):
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
         """Return the updates of all layers ``names``, and the sum of ``product`` over all of them, by
-        broadcasts within blocks.
-        """
+        broadcasts within blocks."""
         # A block of one process has computed all updates.
         if self._grid.width == 1:
             return updates, product
@@ -186,8 +177,7 @@ class Ranks(Exchange):
 
     def others(self, gradients: Collection[Tensor], rows: float) -> None:
         """Average gradients in place by one all-reduce, weighted by ``rows``; unchanged without
-        ``reduce_gradients``.
-        """
+        ``reduce_gradients``."""
         if not self._reduce or not gradients:
             return
         total = torch.full((1,), rows, dtype=self._dtype, device=next(iter(gradients)).device)
@@ -224,8 +214,7 @@ class Ranks(Exchange):
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate tensors into one vector, in the data type of the Kronecker factors and on the device of the
-        weights.
-        """
+        weights."""
         device = next(iter(self._layers.values())).weight.device
         return torch.cat(
             [torch.empty(0, dtype=self._dtype, device=device), *(_vector(t).to(self._dtype) for t in tensors)]

@@ -12,11 +12,8 @@ from rematplan.optim.assignment import FactorPart
 
 
 class EarlySums:
-    """Adds statistics over all processes as soon as a backward has computed them. A part is one factor of a
-    layer, or both.
-
-    All processes need the same number of backwards with statistics between two calls of `finish`.
-    """
+    """Adds statistics over all processes as soon as a backward has computed them. A part is one factor of a layer, or
+    both. All processes need the same number of backwards with statistics between two calls of `finish`."""
 
     def __init__(
         self,
@@ -54,8 +51,7 @@ class EarlySums:
 
     def finish(self) -> dict[FactorPart, Tensor]:
         """Send what is not sent yet, and return the sums of this process's parts; empty without a backward
-        since the last call.
-        """
+        since the last call."""
         # Parts without statistics are sent as zeros.
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):
@@ -79,8 +75,7 @@ class EarlySums:
 
     def _collect(self) -> None:
         """Wait for the communications that have been started, and add the received vectors to the sums of this
-        process's parts.
-        """
+        process's parts."""
         for part, sums, pending in self._started:
             pending.wait()
             if part in self._owned:

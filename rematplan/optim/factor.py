@@ -52,8 +52,7 @@ class Factor:
     """Whether the statistics contain only the diagonal."""
     total: Tensor | None = None
     """The decayed sum of outer products, as a packed triangle or diagonal; None before statistics, or if
-    another process stores it.
-    """
+    another process stores it."""
     count: float = 0.0
     """The decayed number of rows. ``total`` ÷ ``count`` is the average, which needs no correction at the start."""
     inverse: Inverse | None = None
@@ -84,9 +83,7 @@ class Factor:
         return float(torch.Size(self.blocks).numel() * self.size ** (1 if self.diagonal else 3))
 
     def kept(self, factor: Tensor) -> Tensor:
-        """Return what is added to ``total`` of new statistics (…, size, size): the packed triangle, or the
-        diagonal.
-        """
+        """Return what is added to ``total`` of new statistics (…, size, size): the packed triangle, or the diagonal."""
         if not self.diagonal:
             return pack(factor.to(self.dtype))
         return (factor if self.vector else factor.diagonal(dim1=-2, dim2=-1)).to(self.dtype)
@@ -146,8 +143,7 @@ class Factor:
 
     def effective_rank(self, damping: float) -> int:
         """Return how many eigenvalues of the average are above ``damping``, of any group the most. O(size³),
-        or O(size) for a diagonal.
-        """
+        or O(size) for a diagonal."""
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
         return int((values > damping).sum(-1).max())
@@ -160,8 +156,7 @@ class Factor:
 
     def load(self, state: Mapping[str, Any], device: torch.device, average: bool, inverse: bool) -> None:
         """Restore what `state` returned. ``average``, ``inverse``: whether this process needs them; without
-        the average it keeps the trace.
-        """
+        the average it keeps the trace."""
         for part in _COUNTS:
             setattr(self, part, state[part])
         self.total, total = None, state["total"]
@@ -176,9 +171,7 @@ class Factor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def inverse_bytes(self) -> int:
-        """Return an upper bound of the inverse's bytes, whether it exists or not; for ``auto`` those of a
-        dense one.
-        """
+        """Return an upper bound of the inverse's bytes, whether it exists or not; for ``auto`` those of a dense one."""
         if self.inverse is not None and self.how != AUTO:
             return inverse_bytes(self.inverse)
         blocks, n = torch.Size(self.blocks).numel(), self.size

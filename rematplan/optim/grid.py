@@ -14,11 +14,9 @@ Result = TypeVar("Result")
 
 
 class Grid:
-    """The processes of a group as a grid: rows are blocks of consecutive ranks. Methods raise a ProcessEnded
-    if another process is lost.
-
-    UsageError if there is no process group, or ``columns_of``, the size of a column, does not divide it.
-    """
+    """The processes of a group as a grid: rows are blocks of consecutive ranks. Methods raise a ProcessEnded if another
+    process is lost. UsageError if there is no process group, or ``columns_of``, the size of a column, does not divide
+    it."""
 
     def __init__(self, group: ProcessGroup | None, columns_of: int) -> None:
         if not distributed.is_initialized():
@@ -49,8 +47,7 @@ class Grid:
 
     def in_block(self, place: int) -> int:
         """Return the rank, in this grid's group, of the process at position ``place`` (from 0) in this process's block
-        of consecutive ranks.
-        """
+        of consecutive ranks."""
         return self.rank - self.here + place
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -20,11 +20,8 @@ Pass: TypeAlias = Callable[..., Any]
 
 
 class InverseRoutes:
-    """Sends new inverses from their owners to the layers' workers: first within the owner's block, then along
-    a column of the grid.
-
-    ``places``: the position of a layer's worker in each block.
-    """
+    """Sends new inverses from their owners to the layers' workers: first within the owner's block, then along a column
+    of the grid. ``places``: the position of a layer's worker in each block."""
 
     def __init__(
         self,
@@ -41,8 +38,7 @@ class InverseRoutes:
 
     def send(self, made: Mapping[str, tuple[int, ...]]) -> None:
         """Send the factors ``made`` (0 or 1, by weight name) in this process, and store received ones. All
-        processes must call this.
-        """
+        processes must call this."""
         grid = self._grid
         for source, place in self._routes:
             relay = source - source % grid.width + place
@@ -64,10 +60,8 @@ class InverseRoutes:
         return {key: _map(Tensor.contiguous, state) for key, state in states.items()}
 
     def _passed(self, states: SavedInverses, here: bool, whole: Pass, part: Pass) -> SavedInverses:
-        """Send ``states``, or receive inverses if not ``here``; return them in both cases.
-
-        ``whole`` transfers the kinds and shapes, ``part`` one tensor.
-        """
+        """Send ``states``, or receive inverses if not ``here``; return them in both cases. ``whole`` transfers the
+        kinds and shapes, ``part`` one tensor."""
         said: list[Any] = [{key: _map(torch.Tensor.to, state, "meta") for key, state in states.items()}]
         self._grid.call(whole, said)
         if not here:
@@ -81,8 +75,7 @@ class InverseRoutes:
 
     def _between(self, source: int, target: int) -> tuple[Pass, Pass]:
         """Return functions that transfer a list of objects and a tensor from ``source`` to ``target``; the
-        receiver's argument is overwritten.
-        """
+        receiver's argument is overwritten."""
         grid = self._grid
         end: dict[str, Any] = {"group": grid.group}
         if grid.rank == source:
@@ -97,8 +90,7 @@ class InverseRoutes:
 
     def _along_column(self, source: int) -> tuple[Pass, Pass]:
         """Return functions that broadcast a list of objects and a tensor from ``source`` along this column;
-        receivers' arguments are overwritten.
-        """
+        receivers' arguments are overwritten."""
         end: dict[str, Any] = {"src": self._grid.everywhere(source), "group": self._grid.column}
         return functools.partial(distributed.broadcast_object_list, **end), functools.partial(
             distributed.broadcast, **end

@@ -11,11 +11,8 @@ from rematplan.optim.options import Options
 
 
 class Refresh:
-    """Inverts this process's factors whose averages have changed: each once in ``inverse_every`` steps,
-    spread over these.
-
-    In the first ``early_steps`` steps, and while it has no inverse, a factor is inverted in each step.
-    """
+    """Inverts this process's factors whose averages have changed: each once in ``inverse_every`` steps, spread over
+    these. In the first ``early_steps`` steps, and while it has no inverse, a factor is inverted in each step."""
 
     def __init__(self, layers: Mapping[str, Layer], owned: Collection[FactorKey], options: Options) -> None:
         self._layers = dict(layers)
@@ -27,8 +24,7 @@ class Refresh:
 
     def __call__(self, clock: int, damping: Callable[[Layer], float]) -> Mapping[str, tuple[int, ...]]:
         """Invert the factors that are due in step ``clock``, and return them (0 or 1) by weight name.
-        ``damping``: λ of a layer.
-        """
+        ``damping``: λ of a layer."""
         made: dict[str, tuple[int, ...]] = {}
         for name, at in self._due(clock):
             made[name] = (*made.get(name, ()), at)

@@ -50,8 +50,7 @@ class Layer:
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of weight and bias (last column) as one matrix, (outputs, inputs) per group;
-        None if the weight has none.
-        """
+        None if the weight has none."""
         if self.weight.grad is None:
             return None
         weight = whole(self.weight.grad).to(self.a.dtype)
@@ -74,11 +73,9 @@ class Layer:
         return torch.Size((*blocks, self.g.size, self.a.size))
 
     def sums(self, factors: Factors, loss_scale: float, which: tuple[int, ...] = BOTH) -> Tensor:
-        """Return statistics as one vector: A and G (without the loss scale), packed or diagonal, then the
-        numbers of rows and samples.
-
-        With one factor in ``which``, the vector has only this one, and the traces of both at its end.
-        """
+        """Return statistics as one vector: A and G (without the loss scale), packed or diagonal, then the numbers of
+        rows and samples. With one factor in ``which``, the vector has only this one, and the traces of both at its
+        end."""
         counts = torch.tensor([factors.rows, factors.samples], dtype=self.a.dtype, device=self.weight.device)
         scale = loss_scale if factors.of_loss else 1.0
         kept = (self.a.kept(factors.a), self.g.kept(factors.g) / scale**2)
@@ -93,8 +90,7 @@ class Layer:
 
     def fold(self, sums: Tensor, decay: float, which: tuple[int, ...] = BOTH) -> None:
         """Add statistics in the format of `sums` to the averages, which are multiplied by ``decay`` first. An
-        empty batch changes nothing.
-        """
+        empty batch changes nothing."""
         numbers = 2 if which == BOTH else 4
         rows, samples, *traces = sums[-numbers:].tolist()
         if not rows or not samples:
@@ -106,11 +102,8 @@ class Layer:
             self.sides[at].fold_trace(traces[at], (rows, samples)[at], decay)
 
     def dampings(self, damping: float) -> tuple[float, float]:
-        """Return π √λ for A and √λ ÷ π for G. π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse
-        2015, 6.3).
-
-        π is 1 if a factor is zero.
-        """
+        """Return π √λ for A and √λ ÷ π for G. π² is the mean eigenvalue of A ÷ that of G (Martens and Grosse 2015,
+        6.3). π is 1 if a factor is zero."""
         like: dict[str, Any] = {"dtype": self.a.dtype, "device": self.weight.device}
         a, g = torch.stack([torch.as_tensor(side.mean_eigenvalue(), **like) for side in self.sides]).tolist()
         quotient = a / g if a > 0 and g > 0 else 1.0
@@ -119,18 +112,14 @@ class Layer:
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """Return (G + √λ/π I)⁻¹ ``gradient`` (A + π√λ I)⁻¹ by the latest inverses, which must exist.
-        ``gradient``: (…, outputs, inputs).
-        """
+        ``gradient``: (…, outputs, inputs)."""
         assert self.a.inverse is not None
         assert self.g.inverse is not None
         return self.a.inverse.apply(self.g.inverse.apply(gradient).mT).mT
 
     def updates(self, matrix: Tensor) -> tuple[tuple[Parameter, Tensor], ...]:
-        """Split an update (…, outputs, inputs) into pairs (parameter, update in its shape and type, or its
-        shard).
-
-        A bias without a gradient is left out.
-        """
+        """Split an update (…, outputs, inputs) into pairs (parameter, update in its shape and type, or its shard). A
+        bias without a gradient is left out."""
         weight, bias = self.form.tensors(matrix, self.weight.shape)
         parts = [(self.weight, weight)]
         if bias is not None and self.bias is not None and self.bias.grad is not None:
@@ -143,8 +132,7 @@ class Layer:
 
     def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
         """Restore what `state` returned. ``averages``: the factors whose averages this process needs;
-        ``inverses``: whether it needs inverses.
-        """
+        ``inverses``: whether it needs inverses."""
         for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
             side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
 

@@ -1,6 +1,5 @@
 """The largest eigenvalues of a positive semi-definite matrix by the stabilised Nyström approximation (Tropp
-et al. 2017, algorithm 3), O(n² r).
-"""
+et al. 2017, algorithm 3), O(n² r)."""
 
 from __future__ import annotations
 
@@ -9,11 +8,8 @@ from torch import Tensor
 
 
 def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return about the ``rank`` largest eigenvalues, descending, (…, rank), and their eigenvectors, (…, n,
-    rank).
-
-    ``start``: vectors that span about their space; missing ones are random with a fixed seed.
-    """
+    """Return about the ``rank`` largest eigenvalues, descending, (…, rank), and their eigenvectors, (…, n, rank).
+    ``start``: vectors that span about their space; missing ones are random with a fixed seed."""
     # Scaled to a largest diagonal entry of 1: a norm squares entries, which may overflow or underflow float32.
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     scale = torch.where(largest > 0, largest, torch.ones_like(largest))

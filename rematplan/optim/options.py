@@ -44,8 +44,7 @@ class OptionNames(TypedDict, total=False):
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of `KFAC` that all param groups share; UsageError if one is out of its range. `KFAC` says
-    what they mean.
-    """
+    what they mean."""
 
     kl_clip: float | None = 1e-3
     decay: float = 0.95
@@ -70,8 +69,7 @@ class Options:
 
 def check_settings(settings: Mapping[str, float]) -> None:
     """Raise a UsageError if a param group's learning rate, momentum or weight decay is below 0, or its
-    damping not above 0.
-    """
+    damping not above 0."""
     for name, number in settings.items():
         if not number >= 0:
             raise UsageError(f"{name} is {number}; it must be 0 or more")

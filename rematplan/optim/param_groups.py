@@ -19,11 +19,8 @@ OTHERS = "others"
 def split_groups(
     model: nn.Module, layers: Mapping[str, Layer], params: Iterable[Group] | None
 ) -> tuple[dict[str, Layer], list[Group], list[Group]]:
-    """Return the layers whose weights are in ``params``, the param groups of their parameters, and those of
-    other trained parameters.
-
-    The last have a group's options under ``others``. UsageError if no weight has factors.
-    """
+    """Return the layers whose weights are in ``params``, the param groups of their parameters, and those of other
+    trained parameters. The last have a group's options under ``others``. UsageError if no weight has factors."""
     groups: list[Group] = (
         [{"params": list(model.parameters())}] if params is None else [_group(g) for g in params]
     )

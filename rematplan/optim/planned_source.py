@@ -38,16 +38,14 @@ class PlannedSource:
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with factors of a running backward and the number of the training step. It
-        replaces an earlier listener.
-        """
+        replaces an earlier listener."""
         self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
         for relay, part in zip(self._relays, self._parts.values(), strict=True):
             part.listen_to_statistics(relay.report)
 
     def step(self) -> int:
         """Return a number that identifies the current training step: the sum of the step numbers of all planned
-        modules.
-        """
+        modules."""
         return sum(part.statistics_state[0] for part in self._parts.values())
 
     def state(self) -> Sequence[tuple[int, int]]:
@@ -74,8 +72,7 @@ class _Relay:
 
 class _Joined(Mapping[str, Factors]):
     """The factors of several modules by weight name in the whole model. A packed factor becomes a matrix when
-    it is read.
-    """
+    it is read."""
 
     def __init__(self, parts: Mapping[str, Mapping[str, Factors]]) -> None:
         self._places = {
@@ -99,8 +96,7 @@ class _Joined(Mapping[str, Factors]):
 
 def source_of(model: nn.Module) -> StatisticsSource:
     """Return the source of the factors of all planned modules in ``model``; UsageError if none is planned
-    with statistics.
-    """
+    with statistics."""
     parts, reasons = {}, []
     for name, module in model.named_modules():
         try:

@@ -31,11 +31,8 @@ def preconditioned(
 
 
 def clipped(product: float, most: float | None) -> float:
-    """Return min(1, √(``most`` ÷ ``product``)), which bounds a step's divergence in a quadratic model (Osawa
-    et al. 2019).
-
-    ``most`` None: 1.
-    """
+    """Return min(1, √(``most`` ÷ ``product``)), which bounds a step's divergence in a quadratic model (Osawa et al.
+    2019). ``most`` None: 1."""
     return 1.0 if most is None or product <= most else math.sqrt(most / product)
 
 

@@ -125,10 +125,7 @@ def _structure(graph: TrainingGraph) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class PartPlanner(Planner):
-    """Plans the steps of one module as the common budget allows.
-
-    ``parts``: the plans of its calls.
-    """
+    """Plans the steps of one module as the common budget allows. ``parts``: the plans of its calls."""
 
     parts: tuple[PlannedPart, ...] = field(compare=False)
 

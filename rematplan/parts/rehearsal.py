@@ -140,11 +140,8 @@ class Rehearsal:
 
     def _mixed(self, outputs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> frozenset[str]:
         """Return the parts with an input or a parameter that they use several times and that is used elsewhere, or in
-        another call, too. ``read``: tensors that are also used outside of the model.
-
-        Autograd adds the gradients of all uses one by one; a plan would add those inside of the part first, with other
-        rounding errors.
-        """
+        another call, too. ``read``: tensors that are also used outside of the model. Autograd adds the gradients of all
+        uses one by one; a plan would add those inside of the part first, with other rounding errors."""
         todo = [*dict.fromkeys(one.grad_fn for one in (*outputs, *read))]
         seen, uses = set(todo), Counter[Any]((one.grad_fn, one.output_nr) for one in read)
         while todo:

@@ -114,11 +114,9 @@ def with_shards(model: nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str
 
 
 class Substitutes:
-    """Lets the inner modules of a model run as if FSDP2 had gathered their weights, inside of a ``with`` statement.
-
-    A substitute has the shape and type of the gathered weight, and this rank's shard, repeated, as its values. It
-    exists while its module runs, and for as long as autograd has saved it.
-    """
+    """Lets the inner modules of a model run as if FSDP2 had gathered their weights, inside of a ``with`` statement. A
+    substitute has the shape and type of the gathered weight, and this rank's shard, repeated, as its values. It exists
+    while its module runs, and for as long as autograd has saved it."""
 
     def __init__(self, model: nn.Module, made: Callable[[torch.Tensor], None]) -> None:
         #: ``made``: is called with each new substitute.

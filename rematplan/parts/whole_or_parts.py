@@ -45,9 +45,7 @@ COUNTER = "num_batches_tracked"
 
 class WholeOrParts(Runner):
     """Executes the calls of a module by one plan; in parts if a user names them, or if the whole cannot be captured.
-
-    ``modules``: the names of the parts; None if a user states none.
-    """
+    ``modules``: the names of the parts; None if a user states none."""
 
     def __init__(
         self,

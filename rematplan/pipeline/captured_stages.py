@@ -182,10 +182,7 @@ def stage_arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def _empty(like: Any, device: torch.device) -> Any:
     """Return an uninitialised tensor on ``device`` with the shape, strides, type and ``requires_grad`` of the tensor
-    ``like``.
-
-    Anything else than a tensor is returned unchanged.
-    """
+    ``like``. Anything else than a tensor is returned unchanged."""
     if not isinstance(like, torch.Tensor):
         return like
     empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)

@@ -47,8 +47,7 @@ class DataParallel:
 
     def reducing(self, stage: StageModule, device: torch.device) -> int:
         """Return the bytes by which FSDP2's reduction of gradients exceeds the gathered parameters and
-        gradients, which it replaces.
-        """
+        gradients, which it replaces."""
         trained = [p for p in stage.module.parameters() if p.requires_grad]
         if self.shards == 1 or not trained:
             return 0
@@ -79,8 +78,7 @@ ALONE = DataParallel()
 
 def check_precision(number: int, stage: nn.Module) -> None:
     """Raise a UsageError if FSDP2 converts a stage's parameters, outputs or gradients, whose types the plan
-    relies on.
-    """
+    relies on."""
     for part in stage.modules():
         state = getattr(part, "_get_fsdp_state", None)
         policy = getattr(state(), "_mp_policy", None) if state else None

@@ -77,8 +77,7 @@ def file_plan(file: PlannedPipeline, number: int, part: CapturedStage) -> Plan:
 
 def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
     """Return which of the ops ``names`` copy a tensor only to send it, which the step of the whole model does
-    not do.
-    """
+    not do."""
     # Of an output that is not dense, or of an input's gradient with other strides or of two inputs. No op
     # reads such a copy.
     read = {t for call in step.calls for t in step.reads(call)}
@@ -92,8 +91,7 @@ def message_copies(step: CapturedStep, names: Sequence[str]) -> frozenset[str]:
 
 def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> frozenset[str]:
     """Return which of the ops ``names`` belong to the loss: forward ops outside of the model, and backward
-    ops that read no model's backward op.
-    """
+    ops that read no model's backward op."""
     found: set[str] = set()
     for name in names:
         call = step.call[name]

@@ -26,8 +26,7 @@ _LATENCY = re.compile(r"([0-9.]{1,20}) ?(s|ms|us|µs|ns)")
 
 def parse_rank_budget(text: str) -> Budget:
     """Read the budget of a pipeline's ranks from text: bytes such as ``4GiB``, or ``60%`` of the largest peak of a rank
-    without recomputation.
-    """
+    without recomputation."""
     return parse_budget(text, ("bytes", "share"))
 
 

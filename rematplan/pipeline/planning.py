@@ -151,8 +151,7 @@ def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, planner: StagePlanner | None
 ) -> tuple[str, ...]:
     """Search for the cuts with the least simulated step; if no tried ones fit all ranks, return cuts with a
-    small largest peak.
-    """
+    small largest peak."""
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)
     search.seconds = asked.seconds

@@ -100,10 +100,8 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 
 
 def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
-    """Run one pipeline step as one rank of the default process group, and return the reports of all ranks.
-
-    A rank searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``.
-    """
+    """Run one pipeline step as one rank of the default process group, and return the reports of all ranks. A rank
+    searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``."""
     try:
         return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
     except RuntimeError as error:
@@ -307,8 +305,7 @@ def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> dict[str, float]:
     """Return, by name, the relative errors of the gradients of ``ours``; infinite if one is missing, unless
-    ``ours`` has zeros for it.
-    """
+    ``ours`` has zeros for it."""
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]
     least = LEAST_NORM * math.hypot(*norms) if norms else 0.0

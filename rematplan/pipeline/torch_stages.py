@@ -19,12 +19,9 @@ META = torch.device("meta")
 
 
 class _Stage(PipelineStage):
-    """A stage that allocates the buffer of a message when it begins to receive it; `PipelineStage` does so
-    before a step.
-
-    If it is not the first, it drops keyword arguments. Arguments need not be tensors: the planned module's
-    guards check them.
-    """
+    """A stage that allocates the buffer of a message when it begins to receive it; `PipelineStage` does so before a
+    step. If it is not the first, it drops keyword arguments. Arguments need not be tensors: the planned module's guards
+    check them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,8 +151,7 @@ def torch_stage(
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
     """Return a ``dw_builder`` for a split backward: called after one, it returns a function that computes its
-    weight gradients.
-    """
+    weight gradients."""
 
     def builder() -> Callable[..., None]:
         # PyTorch calls this directly after the backward.

@@ -212,9 +212,7 @@ def folded(branch: Branch) -> Iterator[tuple[str, int, Branch]]:
 
 def time_by_op(replayed: Replay, kinds: Mapping[str, str]) -> dict[str, tuple[int, float, float]]:
     """Return for each kind of op its runs, the time of first runs, and the time of runs again; the longest first.
-
-    ``kinds``: the kind of each op by its name; otherwise the name without its number is the kind.
-    """
+    ``kinds``: the kind of each op by its name; otherwise the name without its number is the kind."""
     count: Counter[str] = Counter()
     times: dict[str, list[float]] = {}
     for run in replayed.runs:

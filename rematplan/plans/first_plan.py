@@ -22,10 +22,8 @@ SECONDS = 2.0
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
     """Return a plan within ``budget`` bytes that takes at most about two seconds to find; None if none is found.
-
     Without recomputation, else the cheapest stored one of the same ops, else plain Python's if the planner is not
-    compiled yet.
-    """
+    compiled yet."""
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)
     if found is None and not kernels_are_ready():

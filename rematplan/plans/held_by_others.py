@@ -37,10 +37,7 @@ class Reserved:
 
     items: tuple[object, ...] = ()
     """Optimizers, modules, numbers of bytes, text such as ``1GiB``, `GRADIENTS`, `Counted`, and objects with
-    ``reserved_bytes()``.
-
-    A method ``step_bytes()`` says the temporary bytes of a step.
-    """
+    ``reserved_bytes()``. A method ``step_bytes()`` says the temporary bytes of a step."""
 
     def __post_init__(self) -> None:
         for item in self.items:
@@ -70,11 +67,8 @@ class Reserved:
         return any(isinstance(item, str) and item == GRADIENTS for item in self.items)
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
-        """Return the bytes of the items on a device. Storages that several share count once, those of ``model`` not
-        at all.
-
-        Numbers and stated bytes count on every device; of several optimizers' steps, the largest counts.
-        """
+        """Return the bytes of the items on a device. Storages that several share count once, those of ``model`` not at
+        all. Numbers and stated bytes count on every device; of several optimizers' steps, the largest counts."""
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
         for item in self.items:

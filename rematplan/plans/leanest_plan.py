@@ -23,10 +23,7 @@ CHEAP_SECONDS = 0.5
 
 def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
     """Return the plan with the smallest peak, the cheapest of equals, among known plans and the plan without
-    recomputation.
-
-    If no known plan can be converted to the problem, search for about `SECONDS`.
-    """
+    recomputation. If no known plan can be converted to the problem, search for about `SECONDS`."""
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
     found = found or _lean_plans(graph, Effort(SECONDS))
     return min((*found, no_recompute(graph)), key=by_peak)

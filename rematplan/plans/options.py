@@ -86,10 +86,8 @@ class InFlight:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The arguments of `plan_module` and `plan_stage` that determine the plan, with the same names and meanings.
-
-    Raises `UsageError` for a missing or malformed one, and for options that exclude each other.
-    """
+    """The arguments of `plan_module` and `plan_stage` that determine the plan, with the same names and meanings. Raises
+    `UsageError` for a missing or malformed one, and for options that exclude each other."""
 
     budget: str | int | None = None
     strategy: Strategy = field(default_factory=Auto)

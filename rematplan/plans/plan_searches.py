@@ -127,9 +127,7 @@ def fixed_bytes(budget: Budget) -> int | None:
 
 
 def store_key(budget: Budget) -> int | str:
-    """Return the key under which plans within a budget are stored: its bytes, or ``min`` or ``least``.
-
-    ``budget``: a budget in bytes, ``min`` or ``least``.
-    """
+    """Return the key under which plans within a budget are stored: its bytes, or ``min`` or ``least``. ``budget``: a
+    budget in bytes, ``min`` or ``least``."""
     amount = fixed_bytes(budget)
     return budget.kind if amount is None else amount

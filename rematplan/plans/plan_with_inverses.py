@@ -66,11 +66,8 @@ def plan_either(
 
 
 def better_of(found: Found, budget: Budget) -> tuple[TrainingGraph, Plan]:
-    """Return the problem with the cheapest plan among ``found``, the first of equals. The caller ensures that all
-    fit.
-
-    For ``min`` and ``least``, plans too far above the smallest peak are left out.
-    """
+    """Return the problem with the cheapest plan among ``found``, the first of equals. The caller ensures that all fit.
+    For ``min`` and ``least``, plans too far above the smallest peak are left out."""
     smallest = min(plan.estimate.peak for _, plan in found)
     within = [
         one

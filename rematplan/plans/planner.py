@@ -77,10 +77,8 @@ class Planner(StepProblems):
         return not self.options.several
 
     def limit(self, graph: TrainingGraph) -> Budget:
-        """Return the budget in bytes, or ``min`` or ``least``, which depend on the smallest peak found.
-
-        A percentage keeps the bytes that it has for the store's first problem with this text and `scope`.
-        """
+        """Return the budget in bytes, or ``min`` or ``least``, which depend on the smallest peak found. A percentage
+        keeps the bytes that it has for the store's first problem with this text and `scope`."""
         stated = self.options.stated_budget()
         if stated.is_lean or stated.kind == "bytes":
             return stated
@@ -124,10 +122,8 @@ class Planner(StepProblems):
         return replace(found, notes=(*changed.notes, *found.notes), carries=carries, rounds=rounds)
 
     def rewritten(self, step: CapturedStep, first: bool = False) -> RewrittenStep:
-        """Return the step with ops split along rows or fused, as the options say, and what to tell the user.
-
-        ``first``: whether what cannot be split is a `UsageError`.
-        """
+        """Return the step with ops split along rows or fused, as the options say, and what to tell the user. ``first``:
+        whether what cannot be split is a `UsageError`."""
         return self.fused(self._split(step, first))
 
     def fused(self, changed: RewrittenStep) -> RewrittenStep:

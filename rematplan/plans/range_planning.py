@@ -25,10 +25,8 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class RangeSearchOptions:
-    """The constants of the search for plans over a range of sizes, in shares of the time of a group.
-
-    A group has the sizes whose problems have the same ops and tensors; they are searched together.
-    """
+    """The constants of the search for plans over a range of sizes, in shares of the time of a group. A group has the
+    sizes whose problems have the same ops and tensors; they are searched together."""
 
     budgets: int = 5
     """The number of budgets at which the largest size is planned: from the stated budget to just below the peak
@@ -90,8 +88,7 @@ class RangePlan:
 
 def prove_sizes(problems: ProblemRange, budget: int, store: PlanStore) -> RangePlan:
     """Evaluate the plans of a store at each size of a range, and return for each size the best plan and whether it
-    fits.
-    """
+    fits."""
     return _RangeSearch(problems, budget, Auto(), silent, store).result()
 
 

@@ -112,10 +112,8 @@ class Refining:
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
         """Start the search in another process, and return at once. It ends at once if that process cannot take it.
-
         ``compiled`` compiles, in another thread, each plan that costs less than all before it; `take` returns its
-        latest result.
-        """
+        latest result."""
         wanted, began = self.wanted, time.monotonic()
 
         def heard(plan: Plan | None, ended: bool) -> None:
@@ -220,10 +218,8 @@ class Rechoosing:
         return self._better is not None
 
     def take(self) -> tuple[StepPlan, Any]:
-        """Put the better plan in use. Return it, and what the function passed to `begin` returns for it.
-
-        Call it only if `ready` is true.
-        """
+        """Put the better plan in use. Return it, and what the function passed to `begin` returns for it. Call it only
+        if `ready` is true."""
         assert self._better is not None
         self.plan, self._better = self._better, None
         found = self.finish(self.plan)
@@ -235,10 +231,8 @@ class Rechoosing:
         return not self._begun.is_set() or (self._own is not None and self._own.working)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the search at these sizes has ended, at most ``seconds`` (None: without limit).
-
-        Return whether it has ended.
-        """
+        """Wait until the search at these sizes has ended, at most ``seconds`` (None: without limit). Return whether it
+        has ended."""
         began = time.monotonic()
         if not self._begun.wait(seconds):
             return False

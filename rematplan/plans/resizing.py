@@ -162,10 +162,8 @@ class Resizing:
         return replace(found, budget=self.budget, fingerprint=self.problem.fingerprint)
 
     def _problem(self, amounts: Amounts) -> TrainingGraph:
-        """Return a planning problem with ``amounts``.
-
-        Only the sum of the bytes of its inputs is right: the first input gets all of them.
-        """
+        """Return a planning problem with ``amounts``. Only the sum of the bytes of its inputs is right: the first input
+        gets all of them."""
         mine = self.problem
         sizes = dict.fromkeys(mine.inputs, 0) | dict.fromkeys(mine.inputs[:1], amounts.fixed)
         sizes |= dict(zip(mine.producer, amounts.sizes.tolist(), strict=True))

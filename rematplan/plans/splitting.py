@@ -84,11 +84,9 @@ class RewrittenStep:
 def split_as_asked(
     problems: StepProblems, step: CapturedStep, trials: SplitTrials | None = None, needed: bool = True
 ) -> RewrittenStep:
-    """Return a step in which regions are split as the options say; `UsageError` if a named module has none.
-
-    ``trials``: with which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be
-    split whole, such as a batch of one row.
-    """
+    """Return a step in which regions are split as the options say; `UsageError` if a named module has none. ``trials``:
+    with which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be split whole,
+    such as a batch of one row."""
     asked = problems.options.split
     if asked == UNSPLIT:
         return RewrittenStep(step)
@@ -203,11 +201,8 @@ def _changed(problems: StepProblems, step: CapturedStep, choice: SplitChoice) ->
 
 def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
     """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
-    none if no recomputation is needed.
-
-    Of choices that are about equal, one whose rows keep their bits, then the one with the fewest parts: each part reads
-    the weights again.
-    """
+    none if no recomputation is needed. Of choices that are about equal, one whose rows keep their bits, then the one
+    with the fewest parts: each part reads the weights again."""
     amount = chooser.trials.amount
     if amount is not None and chooser.trial({}).kept_peak() <= amount:
         return {}
@@ -309,10 +304,8 @@ class _Chooser:
 
     def outcome(self, choice: SplitChoice, cheapest: float, within: bool) -> tuple[bool, float]:
         """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits, its peak.
-
         ``cheapest``: the least cost of a step with splits, without recomputation. ``within``: False if no plan can fit,
-        or the smallest peak is wanted.
-        """
+        or the smallest peak is wanted."""
         if not within:
             return False, self.smallest_peak(choice)
         trial = self.trial(choice)

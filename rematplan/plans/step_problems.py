@@ -28,10 +28,7 @@ RESERVED = "reserved"
 
 @dataclass(frozen=True)
 class StepProblems:
-    """Makes the planning problems of captured steps as the options of a user say.
-
-    ``options``: the user's options.
-    """
+    """Makes the planning problems of captured steps as the options of a user say. ``options``: the user's options."""
 
     options: PlanOptions
     named: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -31,8 +31,7 @@ WORTH_CUTTING = 1.6
 @dataclass(frozen=True, slots=True)
 class MeasuredPoint:
     """The measured peak and overhead of a plan. In each round the overhead is its time ÷ that without
-    recomputation, − 1.
-    """
+    recomputation, − 1."""
 
     peak: int
     """Bytes."""
@@ -238,8 +237,7 @@ class _Picture:
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
     """Return the largest overhead proven for each stated budget or a larger one, as pairs (budget ÷
-    ``scale``, percent), by rising budget.
-    """
+    ``scale``, percent), by rising budget."""
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
     highest = 0.0

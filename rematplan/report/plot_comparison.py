@@ -22,11 +22,8 @@ LEAST = 1e-18
 
 
 def save_comparison(path: Path, title: str, rivals: Sequence[Rival], budget: int) -> None:
-    """Draw each plan's peak against its predicted extra time and its error to a PNG file, completely or not
-    at all.
-
-    Peaks and errors are measured if a plan was run.
-    """
+    """Draw each plan's peak against its predicted extra time and its error to a PNG file, completely or not at all.
+    Peaks and errors are measured if a plan was run."""
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     times, errors = figure.subplots(1, 2)
     unit, scale = unit_of(max(r.plan.peak for r in rivals))

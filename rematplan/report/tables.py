@@ -120,8 +120,7 @@ def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0)
 
 def trade_off_table(name: str, base: Plan, rows: Sequence[Row]) -> Table:
     """Return a table of strategies' plans, one section per budget with its best plan bold; rows of a budget
-    are consecutive.
-    """
+    are consecutive."""
     columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed")
     table = figures_table(f"{name}: memory against time", "budget", "strategy", *columns, left=2)
     table.add_row("none", base.strategy, *_cells(base, base), end_section=True)
@@ -209,8 +208,7 @@ def step_table(name: str, report: StepReport) -> Table:
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
     """Return a table of plans within ``budget`` bytes: fit, peak, extra time and error, with plain autograd
-    if the first was run.
-    """
+    if the first was run."""
     columns = (
         "fits",
         "predicted\npeak",

@@ -28,10 +28,8 @@ PARTS: Mapping[Any, OpOverload] = {
 
 @dataclass(frozen=True)
 class NewBuffer:
-    """Returns a new buffer in which one part is written, and the rest is not.
-
-    ``part``: the op that returns the part as a view.
-    """
+    """Returns a new buffer in which one part is written, and the rest is not. ``part``: the op that returns the part as
+    a view."""
 
     part: OpOverload
 

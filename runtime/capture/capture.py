@@ -23,11 +23,9 @@ def capture(
     decisions: ValueGuardRecorder | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)``, a tensor or tuple of them, with its backward as one step of ATen calls, and leave
-    the module unchanged.
-
-    No output may be a view of an input, a parameter or another output. ``check``: is called after the backward.
-    """
+    """Trace ``module(*batch)``, a tensor or tuple of them, with its backward as one step of ATen calls, and leave the
+    module unchanged. No output may be a view of an input, a parameter or another output. ``check``: is called after the
+    backward."""
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions, check=check)).step)
 

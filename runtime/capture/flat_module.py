@@ -105,10 +105,8 @@ def refill(arguments: Any, left: Any) -> Any:
 
 
 class FlatModel(nn.Module):
-    """A model as a function of the tensors among its arguments that returns a flat tuple of tensors.
-
-    Each call sets the attributes from which, with the returned tensors, the nested results are rebuilt.
-    """
+    """A model as a function of the tensors among its arguments that returns a flat tuple of tensors. Each call sets the
+    attributes from which, with the returned tensors, the nested results are rebuilt."""
 
     def __init__(
         self,
@@ -142,11 +140,8 @@ class FlatModel(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors. Return, each once, those in its results, in what it set and in the
-        arguments it changed.
-
-        A view, an input, a parameter or a buffer is copied. Raises `ModelError` if a planned step cannot return
-        them.
-        """
+        arguments it changed. A view, an input, a parameter or a buffer is copied. Raises `ModelError` if a planned step
+        cannot return them."""
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)

@@ -25,6 +25,5 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
     """Call a module with other tensors instead of its parameters and buffers, and return its outputs. The module is
-    left unchanged.
-    """
+    left unchanged."""
     return functional_call(module, tensors, tuple(batch), tie_weights=False)

@@ -38,11 +38,8 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether a tensor is among an object's attributes, or in containers and objects there; true for an
-    iterator.
-
-    Functions, classes and modules inside are not searched. ``called_later``: a closure and a bound method's instance
-    are.
-    """
+    iterator. Functions, classes and modules inside are not searched. ``called_later``: a closure and a bound method's
+    instance are."""
     if isinstance(one, Iterator):
         return True
     seen: set[int] = set()
@@ -86,11 +83,8 @@ class NotGiven(ModelError, AttributeError):
 
 
 class Withheld:
-    """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating and reading
-    attributes or items raise `NotGiven`.
-
-    ``what``: the beginning of the message.
-    """
+    """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating and reading attributes
+    or items raise `NotGiven`. ``what``: the beginning of the message."""
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what

@@ -57,21 +57,16 @@ def _content(state: Any) -> Any:
 
 
 def check_default_generator(names: Collection[str]) -> None:
-    """Refuse a forward whose code mentions `torch.default_generator`, or PyTorch's seeding functions, and a method
-    that seeds or returns a seed.
-
-    Branches that are not taken count.
-    """
+    """Refuse a forward whose code mentions `torch.default_generator`, or PyTorch's seeding functions, and a method that
+    seeds or returns a seed. Branches that are not taken count."""
     if "default_generator" in names and not _OF_SEEDS.isdisjoint(names):
         raise ModelError(_SEEDS)
 
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions.
-
-    Functions imported before, and methods of `torch.default_generator`, are left to `check_default_generator`.
-    """
+    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions. Functions imported before, and
+    methods of `torch.default_generator`, are left to `check_default_generator`."""
 
     thread = get_ident()  # all threads see the replaced functions
 

@@ -23,11 +23,8 @@ BASIC = (int, torch.SymInt, type(None), type(...))
 
 
 class MarkedIndexing(TorchFunctionMode):
-    """Marks, inside the block, all ops of reading an index ``x[a, b, ...]`` (`Call.indexed`). Its slices ``:`` are
-    not traced.
-
-    ``x[a]`` is not marked, because eager mode always runs it.
-    """
+    """Marks, inside the block, all ops of reading an index ``x[a, b, ...]`` (`Call.indexed`). Its slices ``:`` are not
+    traced. ``x[a]`` is not marked, because eager mode always runs it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -18,10 +18,8 @@ COPY = torch.ops.aten.copy_.default
 
 
 class ModuleRoles:
-    """Says what each input and output of a module's joint graph is, from the tracer's descriptions.
-
-    ``names``: the module's names by the tracer's. ``outputs``: their number; further ones are checks.
-    """
+    """Says what each input and output of a module's joint graph is, from the tracer's descriptions. ``names``: the
+    module's names by the tracer's. ``outputs``: their number; further ones are checks."""
 
     def __init__(self, names: Mapping[str, str], outputs: int) -> None:
         self.names, self.outputs = names, outputs

@@ -163,9 +163,7 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
 
 def _at_line(why: str, error: Exception) -> NotSymbolic:
     """Return the error that sizes cannot be symbols, with the line of the model's code at which ``error`` was raised.
-
-    ``why``: the reason.
-    """
+    ``why``: the reason."""
     line = code_line(reversed(list(walk_tb(error.__traceback__))))
     return NotSymbolic(f"{why} ({line})" if line else why)
 

@@ -32,11 +32,8 @@ ZEROS = torch.ops.aten.zeros.default
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
     """Return the step without tangents of outputs of several elements from which a scalar output, the loss, is
-    computed, or that are weights in attributes.
-
-    It computes the bits of a step where they are missing. One stays if a gradient, strides or a draw would change,
-    or it is in ``arrived``.
-    """
+    computed, or that are weights in attributes. It computes the bits of a step where they are missing. One stays if a
+    gradient, strides or a draw would change, or it is in ``arrived``."""
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
     candidates = sorted((t for t in (made_of | _weights(step)) - arrived if shape[t] > 1), key=int)
@@ -72,11 +69,8 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """Computes a step, or None, without some tangents, which count as zero: calls that return only zeros are
-    removed.
-
-    A sum with a zero becomes its other summand; other readers of a zero get a call that creates it.
-    """
+    """Computes a step, or None, without some tangents, which count as zero: calls that return only zeros are removed. A
+    sum with a zero becomes its other summand; other readers of a zero get a call that creates it."""
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
         self.whole = step

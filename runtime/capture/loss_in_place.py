@@ -61,11 +61,8 @@ def with_losses_in_place(step: CapturedStep) -> CapturedStep:
 
 
 def _second(step: CapturedStep, call: Call) -> Call | None:
-    """Return the backward of ``log_softmax`` that may overwrite the gradient of ``call``, a backward of ``nll_loss``
-    on a CPU; else None.
-
-    It is the only reader, and both gradients are contiguous and of one type.
-    """
+    """Return the backward of ``log_softmax`` that may overwrite the gradient of ``call``, a backward of ``nll_loss`` on
+    a CPU; else None. It is the only reader, and both gradients are contiguous and of one type."""
     if call.target not in LOSSES or call.kwargs:
         return None
     name = str(call.results[0])

@@ -27,11 +27,8 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step with outputs that are needless clones, made by `FlatModel`, replaced by what they copy.
-
-    A copy is needed if a call reads it, or if its source has other strides, is lazy, partial, an input or another
-    output.
-    """
+    """Return the step with outputs that are needless clones, made by `FlatModel`, replaced by what they copy. A copy is
+    needed if a call reads it, or if its source has other strides, is lazy, partial, an input or another output."""
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
     read = {r for call in step.calls for r in call.operands}
@@ -86,9 +83,7 @@ def is_whole(value: Value) -> bool:
 
 def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
     """Return the step in which every output has a separate dense storage; copies are added where one has not.
-
-    ``leaves``: whether tensors of the batch are leaves of the autograd graph, as a pipeline stage's inputs are.
-    """
+    ``leaves``: whether tensors of the batch are leaves of the autograd graph, as a pipeline stage's inputs are."""
     used = {*step.given()}
     learned = ("parameter", "batch") if leaves else ("parameter",)
     inputs = {

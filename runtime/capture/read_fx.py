@@ -60,8 +60,7 @@ def read_joint_graph(
     table: ExpressionTable | None = None,
 ) -> CapturedStep:
     """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`. `finished` must be applied to the
-    step before it is planned.
-    """
+    step before it is planned."""
     return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
 
@@ -78,9 +77,7 @@ def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
     """Read the joint fx graph that ``torch.compile`` passes to a partitioner, which knows no modules and parameters.
-
-    Inputs are tangents, buffers if they get new content, or the batch; outputs and gradients go by position.
-    """
+    Inputs are tangents, buffers if they get new content, or the batch; outputs and gradients go by position."""
     read = _Reader(module, PositionRoles(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
 

@@ -26,10 +26,7 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
     """Restore the attributes of a module, its submodules and their records after the block, with the content of
-    containers.
-
-    Warn of tensors and plain values that it left in public attributes.
-    """
+    containers. Warn of tensors and plain values that it left in public attributes."""
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
         for path, m in _holders(module)
@@ -60,10 +57,8 @@ def check_no_sizes_kept(module: nn.Module) -> None:
 
 
 class SameObjects:
-    """The attributes of objects that a module is called with, and of objects in them, to be restored.
-
-    Modules, functions, classes and values of `functools.cached_property` are left out.
-    """
+    """The attributes of objects that a module is called with, and of objects in them, to be restored. Modules,
+    functions, classes and values of `functools.cached_property` are left out."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
         self._before: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]] = []

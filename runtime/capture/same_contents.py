@@ -39,10 +39,8 @@ def unchanged(model: nn.Module, *, copied: bool = False) -> Iterator[None]:
 
 class SameContents(TorchDispatchMode):
     """Restores, after a ``with`` statement, the content of tensors that existed before it and that ops have written. It
-    also restores the storages of a model's parameters and buffers (``p.data = …``).
-
-    A tensor is copied when an op is about to write into it, so a model that writes nothing costs no memory.
-    """
+    also restores the storages of a model's parameters and buffers (``p.data = …``). A tensor is copied when an op is
+    about to write into it, so a model that writes nothing costs no memory."""
 
     supports_higher_order_operators = True
 

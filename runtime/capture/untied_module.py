@@ -22,11 +22,8 @@ from rematplan.runtime.guards.finite_tests import FiniteTests
 
 
 class UntiedModule(nn.Module):
-    """A module that calls another one and has each of its parameters and buffers under a single name, even if they
-    are tied.
-
-    A tracer would give a tied weight two gradients, where autograd has one, summed in its order.
-    """
+    """A module that calls another one and has each of its parameters and buffers under a single name, even if they are
+    tied. A tracer would give a tied weight two gradients, where autograd has one, summed in its order."""
 
     def __init__(self, module: nn.Module, open_: bool = False, counts: int = 0) -> None:
         super().__init__()

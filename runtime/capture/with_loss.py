@@ -79,10 +79,8 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _LOSSES}
 
 
 class WithLoss(nn.Module):
-    """A model and a loss of one of its outputs: ``forward(*inputs, *targets)`` returns a scalar.
-
-    ``inputs``: their number. ``place``: the output's position among the floating-point tensors in the outputs.
-    """
+    """A model and a loss of one of its outputs: ``forward(*inputs, *targets)`` returns a scalar. ``inputs``: their
+    number. ``place``: the output's position among the floating-point tensors in the outputs."""
 
     def __init__(self, model: nn.Module, loss: Loss, inputs: int, place: int) -> None:
         super().__init__()
@@ -121,12 +119,9 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """Return a module of a model and a loss of its first trained floating-point output, and a batch with random
-    targets for it.
-
-    Without a name of a loss: a scalar output itself, the cross entropy of several classes, else ``mse``. Raises
-    `UsageError` if the loss is unknown or does not fit.
-    """
+    """Return a module of a model and a loss of its first trained floating-point output, and a batch with random targets
+    for it. Without a name of a loss: a scalar output itself, the cross entropy of several classes, else ``mse``. Raises
+    `UsageError` if the loss is unknown or does not fit."""
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
     reals = tuple(_reals(_fake_outputs(model, inputs)))

@@ -88,10 +88,8 @@ def unprofiled(call: Callable[[], T]) -> T:
 
 
 class _Record:
-    """Collects the CPU allocator events of several threads during one measurement.
-
-    ``events``: pairs of a time, in microseconds since a first event, and bytes, negative if freed.
-    """
+    """Collects the CPU allocator events of several threads during one measurement. ``events``: pairs of a time, in
+    microseconds since a first event, and bytes, negative if freed."""
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -122,10 +120,8 @@ def watched() -> AbstractContextManager[None]:
 
 @contextmanager
 def _allocations() -> Iterator[list[int]]:
-    """Record the CPU allocator events inside the block, also of other threads in `watched`.
-
-    The list gets its entries when the block ends: bytes in order of time, negative if freed.
-    """
+    """Record the CPU allocator events inside the block, also of other threads in `watched`. The list gets its entries
+    when the block ends: bytes in order of time, negative if freed."""
     sizes: list[int] = []
     record = _Record()
     _watching.append(record)
@@ -176,10 +172,8 @@ def interleaved_seconds(
 def interleaved_rounds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Time functions alternately, so that slow periods affect all alike, and return the seconds of each round.
-
-    One untimed call of each comes first, and ``settling`` before each timed one.
-    """
+    """Time functions alternately, so that slow periods affect all alike, and return the seconds of each round. One
+    untimed call of each comes first, and ``settling`` before each timed one."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()

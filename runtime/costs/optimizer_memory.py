@@ -38,24 +38,19 @@ SCALARS = 64
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The memory of a class of optimizers: its state, and temporary bytes of its step as ``for-loop``, ``foreach``
-    or ``fused``.
-
-    A *group* is one of the optimizer's ``param_groups``, a dict of options. A fused step needs no temporary memory.
-    """
+    """The memory of a class of optimizers: its state, and temporary bytes of its step as ``for-loop``, ``foreach`` or
+    ``fused``. A *group* is one of the optimizer's ``param_groups``, a dict of options. A fused step needs no temporary
+    memory."""
 
     state: Sizes
     """The bytes of each state tensor of a parameter, from the parameter and its group."""
     loop: Callable[[torch.Tensor, Group], float]
     """The temporary bytes of the loop for a parameter, from the parameter and its group."""
     foreach: Callable[[Group], float] = lambda _: 0.0
-    """The temporary bytes of the foreach form, divided by the bytes of all parameters of the group, from the group.
-    """
+    """The temporary bytes of the foreach form, divided by the bytes of all parameters of the group, from the group."""
     scalars: int = 1
-    """The number of float32 scalars in the state of each parameter.
-
-    They are on its device if the option ``capturable`` or ``fused`` is set, else on the CPU.
-    """
+    """The number of float32 scalars in the state of each parameter. They are on its device if the option ``capturable``
+    or ``fused`` is set, else on the CPU."""
     kernels: bool = False
     """Whether the class has fused kernels on accelerators that it always uses there."""
     shared: int = 0
@@ -317,9 +312,7 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
 
 def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return the measured peak, in bytes on the CPU, of a second training step, with all that is held at its beginning.
-
-    ``model``: its output is the loss.
-    """
+    ``model``: its output is the loss."""
 
     def step() -> None:
         model(*inputs).backward()

@@ -34,10 +34,7 @@ class Trial:
 
 def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
     """Return the memory of an optimizer's step, measured on two steps of a copy without state, whose tensors are on
-    ``meta``.
-
-    What kernels allocate inside is not seen; for matrix decompositions it is assumed (`DECOMPOSITION`).
-    """
+    ``meta``. What kernels allocate inside is not seen; for matrix decompositions it is assumed (`DECOMPOSITION`)."""
     twin: Any = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []
     copies: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): groups}

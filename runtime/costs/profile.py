@@ -63,11 +63,8 @@ def profile_costs(
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
     """Return the costs of a step's calls and inverses, without views, measured here unless cached; collectives are
-    modelled.
-
-    ``cache``: the folder, by default the user's. ``only``: the names of the calls in question; None: all. A busy
-    machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both.
-    """
+    modelled. ``cache``: the folder, by default the user's. ``only``: the names of the calls in question; None: all. A
+    busy machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both."""
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = profile_file(step.device, cache)
@@ -104,10 +101,7 @@ def _measure_all(
     progress: Progress,
 ) -> None:
     """Measure the calls ``missing`` (names by signature) in rounds. Add costs to ``known`` and each round's
-    microseconds to ``times``.
-
-    Calls that fail get a guess; it warns of these and of a busy machine.
-    """
+    microseconds to ``times``. Calls that fail get a guess; it warns of these and of a busy machine."""
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     watched = 1 if devices else 2  # rounds that also measure memory

@@ -21,11 +21,8 @@ arithmetic operations."""
 
 
 def roofline_costs(step: CapturedStep, device: DeviceModel) -> dict[str, CallCost]:
-    """Return, by name, the modelled costs of a step's calls and inverses, without views.
-
-    The time, in microseconds, is the launch time plus the larger of arithmetic and memory time. The workspace is 0,
-    except for fused kernels.
-    """
+    """Return, by name, the modelled costs of a step's calls and inverses, without views. The time, in microseconds, is
+    the launch time plus the larger of arithmetic and memory time. The workspace is 0, except for fused kernels."""
     costs: dict[str, CallCost] = {}
     for call in step.priced_calls:
         results = [step.values[r].fake if r else None for r in call.results]

@@ -21,11 +21,9 @@ indices, and of the number that all indices are below."""
 
 
 class SyntheticArguments:
-    """Makes arguments on which a call of a captured step can be measured without running the step.
-
-    Strides and storage sizes are those at capture, real numbers positive, masks about half true. Integers have known
-    values, else zeros or, where that costs most memory (`SPREAD`), many different indices.
-    """
+    """Makes arguments on which a call of a captured step can be measured without running the step. Strides and storage
+    sizes are those at capture, real numbers positive, masks about half true. Integers have known values, else zeros or,
+    where that costs most memory (`SPREAD`), many different indices."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step, self.known = step, KnownValues(step, {})

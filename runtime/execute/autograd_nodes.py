@@ -55,11 +55,8 @@ def _once_differentiable(backward: Any) -> Any:
 
 
 class _ForwardNode(torch.autograd.Function):
-    """The autograd node that runs the forward half and, in its backward, the first segment of the backward half.
-
-    It saves an empty tensor that depends on all inputs. Differentiating the gradients again is then an error, not
-    zero.
-    """
+    """The autograd node that runs the forward half and, in its backward, the first segment of the backward half. It
+    saves an empty tensor that depends on all inputs. Differentiating the gradients again is then an error, not zero."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
@@ -82,11 +79,8 @@ class _ForwardNode(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """An autograd node whose backward runs one later segment of the backward half, and whose forward computes
-    nothing.
-
-    Segments of the second part of a split backward wait in `PlanCall.deferred` for `finish_backward` instead.
-    """
+    """An autograd node whose backward runs one later segment of the backward half, and whose forward computes nothing.
+    Segments of the second part of a split backward wait in `PlanCall.deferred` for `finish_backward` instead."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:

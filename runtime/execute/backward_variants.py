@@ -127,11 +127,8 @@ class BackwardVariants:
         return tuple(one.at(sizes) for one in self.for_any_sizes[variant])
 
     def learn(self, variant: BackwardVariant, notes: Notes) -> None:
-        """Compile and cache the backward half for the strides that the first backward of ``variant`` recorded, so
-        that later ones write in place.
-
-        Nothing happens if the variant records no strides or was compiled before.
-        """
+        """Compile and cache the backward half for the strides that the first backward of ``variant`` recorded, so that
+        later ones write in place. Nothing happens if the variant records no strides or was compiled before."""
         if self._noted(variant) and variant not in self.compiled:
             step = notes.with_layouts(for_any_layout(self._step()))
             halves = compile_halves(step, self.schedule, lanes=self.lanes, spare=self.spare)

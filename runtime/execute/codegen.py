@@ -26,10 +26,8 @@ Note: TypeAlias = Callable[[str, torch.Tensor], None]
 
 
 class Writer(Emitter):
-    """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables.
-
-    A variable is deleted when its value's storage is freed, and before the op that computes it runs again.
-    """
+    """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables. A variable
+    is deleted when its value's storage is freed, and before the op that computes it runs again."""
 
     def __init__(
         self,
@@ -80,11 +78,8 @@ class Writer(Emitter):
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
         """Return the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``, ``backward_1(held)`` … of the
-        schedule as source.
-
-        Each returns a tuple of results and a list of the values that later functions need: ``held`` of the next,
-        which empties it.
-        """
+        schedule as source. Each returns a tuple of results and a list of the values that later functions need: ``held``
+        of the next, which empties it."""
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
         self.steps(0, segments[0].start)
@@ -122,10 +117,7 @@ class Writer(Emitter):
 
     def _keep_old_buffers(self, boundary: int) -> None:
         """Write copies of the changed buffers that the backward half, from ``boundary`` on, reads: the caller
-        overwrites them after the forward.
-
-        Nothing is written if the forward gets copies of them (`Rerun`).
-        """
+        overwrites them after the forward. Nothing is written if the forward gets copies of them (`Rerun`)."""
         if self.step.left_out:
             return
         late = read_from(self.step, self.schedule, boundary) & self.step.renewed

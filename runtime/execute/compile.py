@@ -34,10 +34,8 @@ class Backward:
     """The inputs that this segment or a later one reads, as positions in `Halves.read_late`."""
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
     """``function(held, *tangents)`` returns the gradients, followed by the statistics, and the list ``held`` for the
-    next segment.
-
-    Only the first segment takes tangents. The list ``held`` is emptied, so that its tensors can be freed meanwhile.
-    """
+    next segment. Only the first segment takes tangents. The list ``held`` is emptied, so that its tensors can be freed
+    meanwhile."""
     statistics: tuple[StepOutput, ...] = ()
     """The sums over rows of layers, for Kronecker factors, that it computes."""
 
@@ -54,11 +52,8 @@ class Halves:
     source: str
     """The source of all functions."""
     forward: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)
-    """Takes the step's inputs except tangents. Returns outputs and the buffers' new content, and a list of values
-    for the first segment.
-
-    All are in the order of the `CapturedStep`.
-    """
+    """Takes the step's inputs except tangents. Returns outputs and the buffers' new content, and a list of values for
+    the first segment. All are in the order of the `CapturedStep`."""
     backward: tuple[Backward, ...]
     """The segments of the backward half, in order."""
     read_late: tuple[int, ...]
@@ -86,11 +81,9 @@ def compile_halves(
     note: Note | LayoutCheck | None = None,
     for_any_sizes: bool = False,
 ) -> Halves:
-    """Compile a schedule into a forward and a backward half, on two ``lanes`` unless tangents are ``missing``.
-
-    Raises `ProblemError` if an output or new buffer is not ready at the loss boundary, or the order of random ops and
-    collectives is not the step's. ``spare``: as in `CompiledPlan`; other arguments: as in `Writer`.
-    """
+    """Compile a schedule into a forward and a backward half, on two ``lanes`` unless tangents are ``missing``. Raises
+    `ProblemError` if an output or new buffer is not ready at the loss boundary, or the order of random ops and
+    collectives is not the step's. ``spare``: as in `CompiledPlan`; other arguments: as in `Writer`."""
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes

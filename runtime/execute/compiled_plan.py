@@ -32,11 +32,8 @@ Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 
 class CompiledPlan:
     """A plan that takes part in autograd: calling it runs the forward half, and the outputs' backward the backward
-    half.
-
-    Compiled for any sizes, only plans from `at` can be called. Raises `ProblemError` if the schedule or the lanes do
-    not fit the step.
-    """
+    half. Compiled for any sizes, only plans from `at` can be called. Raises `ProblemError` if the schedule or the lanes
+    do not fit the step."""
 
     def __init__(
         self,
@@ -168,10 +165,7 @@ class PlanCall:
     """The values that the next segment needs; None while a segment runs, and before and after a backward."""
     read: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """The inputs that the backward reads, with version counters that show changes in place, by position in
-    `Halves.read_late`.
-
-    Unless the graph is retained, each is dropped after the last segment that reads it.
-    """
+    `Halves.read_late`. Unless the graph is retained, each is dropped after the last segment that reads it."""
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
     """With ``outputs``: the outputs that the backward reads, and their version counters."""
@@ -224,10 +218,8 @@ class PlanCall:
         return early
 
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
-        """Prepare a backward and return the gradients for its first segment, or None if no gradient arrived.
-
-        If an output's gradient arrived that this plan does not expect, another plan runs forward and backward now.
-        """
+        """Prepare a backward and return the gradients for its first segment, or None if no gradient arrived. If an
+        output's gradient arrived that this plan does not expect, another plan runs forward and backward now."""
         arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
         if not arrived and all(given is None for given in tangents):
@@ -279,10 +271,7 @@ class PlanCall:
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
         """Run the forward again, then the whole backward, by a plan that also takes the gradients of the outputs
-        ``arrived``.
-
-        The inputs' gradients are stored for `backward`. ``gradients``: those of all outputs.
-        """
+        ``arrived``. The inputs' gradients are stored for `backward`. ``gradients``: those of all outputs."""
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.like.name)
@@ -298,12 +287,9 @@ class PlanCall:
             tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run segment ``k`` of the backward half and return its gradients, ordered as ``CompiledPlan.wanting[k]``;
-        pass statistics to the callback.
-
-        Raises RuntimeError if an input that is read from here on was changed in place since the forward, and
-        ModelError if autocast would change the backward.
-        """
+        """Run segment ``k`` of the backward half and return its gradients, ordered as ``CompiledPlan.wanting[k]``; pass
+        statistics to the callback. Raises RuntimeError if an input that is read from here on was changed in place since
+        the forward, and ModelError if autocast would change the backward."""
         self.plan.autocast.check()
         if self.gradients is not None:
             # Another plan has computed them: see `_run_again`.
@@ -342,11 +328,8 @@ class PlanCall:
 
 
 def finish_backward(call: PlanCall) -> None:
-    """Run the segments that a split backward left out, which compute gradients of weights, and add these to
-    ``.grad`` of the parameters.
-
-    The call is not removed from its list `Deferred`.
-    """
+    """Run the segments that a split backward left out, which compute gradients of weights, and add these to ``.grad``
+    of the parameters. The call is not removed from its list `Deferred`."""
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
         gradients = [*call.backward(k)]
@@ -356,10 +339,7 @@ def finish_backward(call: PlanCall) -> None:
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Add a gradient to ``parameter.grad`` in place, or set it without a copy, and run the parameter's hooks as
-    autograd does.
-
-    Nothing happens if the gradient is None or the parameter is frozen.
-    """
+    autograd does. Nothing happens if the gradient is None or the parameter is frozen."""
     if gradient is None or not parameter.requires_grad:
         return
     with torch.no_grad():

@@ -11,10 +11,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep
 
 
 class Emitter(ABC):
-    """Follows which values are alive (present in the generated code) while a subclass emits the ops of a schedule.
-
-    A view is emitted at its first use and dies with its storage.
-    """
+    """Follows which values are alive (present in the generated code) while a subclass emits the ops of a schedule. A
+    view is emitted at its first use and dies with its storage."""
 
     def __init__(self, step: CapturedStep, schedule: Schedule) -> None:
         self.step, self.schedule = step, schedule

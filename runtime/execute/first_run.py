@@ -26,10 +26,8 @@ CLONE = torch.ops.aten.clone.default
 
 
 class OtherResults(Exception):
-    """Ops gave other results than planned, so the step is planned again.
-
-    ``ops``: the ops at fault. ``text``: one of them, and what is wrong.
-    """
+    """Ops gave other results than planned, so the step is planned again. ``ops``: the ops at fault. ``text``: one of
+    them, and what is wrong."""
 
     def __init__(self, ops: frozenset[Any], text: str) -> None:
         super().__init__(text)
@@ -46,10 +44,8 @@ class OtherNumbers(OtherResults):
 
 class FirstRun:
     """The halves of a plan, compiled so that they compare the strides of all values with those of the captured step.
-
     ``missing``: tangents that are None. ``kept``: whether the graph is retained, so that nothing may be overwritten.
-    ``unused``: by position, the bytes of the budget with which fused kernels may be checked.
-    """
+    ``unused``: by position, the bytes of the budget with which fused kernels may be checked."""
 
     def __init__(
         self,

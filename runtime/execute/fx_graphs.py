@@ -25,8 +25,7 @@ class PlanGraphs:
     """The two fx graphs of a plan, with inputs, tangents, outputs and gradients in the order of the `CapturedStep`."""
 
     forward: fx.GraphModule
-    """Takes parameters, buffers and batch. Returns outputs, the new content of changed inputs, and the saved values.
-    """
+    """Takes parameters, buffers and batch. Returns outputs, the new content of changed inputs, and the saved values."""
     backward: fx.GraphModule
     """Takes the saved values, followed by the tangents, and returns the gradients."""
     saved: tuple[str, ...]

@@ -71,10 +71,7 @@ to the tensor's type if that has 16 bits."""
 
 @dataclass(frozen=True)
 class Written:
-    """Writes a part of a tensor, and returns the tensor.
-
-    ``part``: the op that returns the part as a view.
-    """
+    """Writes a part of a tensor, and returns the tensor. ``part``: the op that returns the part as a view."""
 
     part: OpOverload
 
@@ -127,11 +124,8 @@ def overwritable_operands(step: CapturedStep) -> Operands:
 def reused_bytes(
     step: CapturedStep, operands: Operands, schedule: Schedule, backward: bool
 ) -> tuple[int, ...]:
-    """Return, by position, the bytes that a schedule counts but a compiled plan does not need, because results are
-    in overwritten operands.
-
-    ``backward``: whether the backward half reuses, too.
-    """
+    """Return, by position, the bytes that a schedule counts but a compiled plan does not need, because results are in
+    overwritten operands. ``backward``: whether the backward half reuses, too."""
     own, reused = split_at_loss(step, schedule), [0] * len(schedule)
     for start, end, value in _reuses(operands, own.schedule):
         if backward or start < own.boundary:
@@ -209,10 +203,7 @@ def _fresh(call: Call) -> bool:
 
 def _overwritable(step: CapturedStep, call: Call) -> Iterator[Value]:
     """Yield the operands that a call's in-place variant may overwrite; none if it has no variant or the bits could
-    differ.
-
-    An operand fills its storage, has the result's type, shape and strides, and is read once by the call.
-    """
+    differ. An operand fills its storage, has the result's type, shape and strides, and is read once by the call."""
     read = [step.values[r] for r in call.operands]
     result = step.values[call.results[0] or ""].fake
     sibling = _sibling(call.target)

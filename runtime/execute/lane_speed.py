@@ -26,10 +26,7 @@ def measured_sharing(
     step: CapturedStep, runs: Sequence[str], where: Placed, cost: Mapping[str, float]
 ) -> Sharing:
     """Measure how much two lanes slow each other down, by the op with the largest total time on each, run alone and
-    together.
-
-    Without op executions on both lanes, return the default.
-    """
+    together. Without op executions on both lanes, return the default."""
     if not where.main or not where.recovery:
         return Sharing()
     device = step.device

@@ -42,10 +42,7 @@ class Lane:
 
     def wait(self, count: int) -> None:
         """Wait, in the other lane, until ``count`` op executions of this lane are finished; raise `Stopped` if it
-        failed before.
-
-        On CUDA the other lane's stream waits, too.
-        """
+        failed before. On CUDA the other lane's stream waits, too."""
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
             if self.count < count:

@@ -82,11 +82,8 @@ class _Stretch:
 
 
 class LaneWriter(Writer):
-    """Writes a schedule as source for two lanes, from the fork or position ``start`` on; ops before run one after
-    the other.
-
-    Each function begins and ends in one lane. Raises `ProblemError` if the lanes do not fit the schedule.
-    """
+    """Writes a schedule as source for two lanes, from the fork or position ``start`` on; ops before run one after the
+    other. Each function begins and ends in one lane. Raises `ProblemError` if the lanes do not fit the schedule."""
 
     def __init__(
         self,
@@ -184,8 +181,7 @@ class LaneWriter(Writer):
 
     def _lane(self, writer: Writer, here: _Stretch, lane: int) -> None:
         """Write the op executions of one lane, with its waits, the tensors that it passes to and takes from the other
-        lane, and its deletions.
-        """
+        lane, and its deletions."""
         awaited, had = here.awaited(lane), 0
         for k, at in enumerate(here.where.lanes[lane]):
             if here.needs[lane][k] > had:

@@ -14,9 +14,7 @@ class CallCost:
     workspace: int = 0
     """Bytes that are allocated only while the call runs."""
     results: tuple[int, ...] = ()
-    """For each result, by position, the real bytes of its storage; 0 where unknown.
-
-    Some kernels return a small tensor in a large storage, which tracing does not show.
-    """
+    """For each result, by position, the real bytes of its storage; 0 where unknown. Some kernels return a small tensor
+    in a large storage, which tracing does not show."""
     library: int = 0
     """Bytes that a library allocates at the first such call in each thread and keeps, such as cuBLAS workspaces."""

@@ -92,10 +92,8 @@ class Call:
     written: bool = field(default=False, compare=False, repr=False)
     """Whether eager mode writes its result into its first argument, so that it has the argument's strides."""
     sequence: int | None = field(default=None, compare=False, repr=False)
-    """The autograd node's number, which a forward call and the calls of its backward share; None if unknown.
-
-    The addition of the call's gradient to those of other readers has it, too. Numbers of two captures differ.
-    """
+    """The autograd node's number, which a forward call and the calls of its backward share; None if unknown. The
+    addition of the call's gradient to those of other readers has it, too. Numbers of two captures differ."""
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -115,8 +113,7 @@ class Call:
 
     @property
     def waits(self) -> bool:
-        """Whether the call waits for a collective and returns its result. The result shares the collective's
-        memory."""
+        """Whether the call waits for a collective and returns its result. The result shares the collective's memory."""
         packet = getattr(self.target, "overloadpacket", None)
         named = getattr(packet, "__name__", "") in WAITS
         return named and getattr(self.target, "namespace", "") in COLLECTIVES
@@ -231,10 +228,8 @@ class CapturedStep:
 
     @cached_property
     def renewed(self) -> Set[str]:
-        """The storages of the buffers, and frozen parameters, for which the step computes new content.
-
-        The caller copies it into them after the forward. A backward that reads them gets copies of the old content.
-        """
+        """The storages of the buffers, and frozen parameters, for which the step computes new content. The caller
+        copies it into them after the forward. A backward that reads them gets copies of the old content."""
         new = {o.target for o in self.outputs if o.kind == "buffer"}
         ends = (i for i in self.inputs if i.kind in ("buffer", "parameter") and i.target in new)
         return dict.fromkeys(self.values[i.value].storage for i in ends).keys()

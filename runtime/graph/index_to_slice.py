@@ -20,11 +20,9 @@ class Slice:
 
 
 def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence[int]) -> Slice | None:
-    """Return the slice with the same elements in the same order as ``x[indices]``, or None if there is none.
-
-    None also for arrays that are empty, not integers, or exceed the shape, and for several arrays if they do not index
-    the first dimensions. Negative indices count from the end.
-    """
+    """Return the slice with the same elements in the same order as ``x[indices]``, or None if there is none. None also
+    for arrays that are empty, not integers, or exceed the shape, and for several arrays if they do not index the first
+    dimensions. Negative indices count from the end."""
     present = {k: one for k, one in enumerate(indices) if one is not None}
     if not present or not all(one.dtype.kind in "iu" and one.size for one in present.values()):
         return None

@@ -18,11 +18,8 @@ def _training_rnn_layer(*args: Any, **kwargs: Any) -> Any:
 
 
 def _batch_norm_backward(*args: Any) -> Any:
-    """Run the backward of batch norm on a copy of cuDNN's reserve tensor, the last argument, which cuDNN may
-    overwrite.
-
-    Autograd's formula copies it, too, if the graph is retained.
-    """
+    """Run the backward of batch norm on a copy of cuDNN's reserve tensor, the last argument, which cuDNN may overwrite.
+    Autograd's formula copies it, too, if the graph is retained."""
     return ATEN.batch_norm_backward.default(*args[:-1], args[-1].clone())
 
 

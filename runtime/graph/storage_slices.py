@@ -11,10 +11,8 @@ import torch
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
     """The elements ``start`` to ``start + length`` (exclusive) of each period of ``period`` elements of a storage.
-
     ``x[:, 2:5]`` of a dense ``x`` of shape (8, 10) is the band of period 10, start 2 and length 3, however it was
-    made.
-    """
+    made."""
 
     period: int
     start: int

@@ -1,5 +1,4 @@
-"""Warnings that point at the user's line, however many frames of this package and of torch are on the
-stack."""
+"""Warnings that point at the user's line, however many frames of this package and of torch are on the stack."""
 
 from __future__ import annotations
 

@@ -62,11 +62,9 @@ class WritingCall:
     def results(
         self, tensors: Sequence[torch.Tensor], owned: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Call the function; return the tensors that it returns, then those that it has written.
-
-        A tensor is copied first if its strides differ from the trace's, or if it is written and its position is not in
-        ``owned``. A kernel is not launched on fakes.
-        """
+        """Call the function; return the tensors that it returns, then those that it has written. A tensor is copied
+        first if its strides differ from the trace's, or if it is written and its position is not in ``owned``. A kernel
+        is not launched on fakes."""
         own = [
             _copied(t, stride) if (at in self.written and at not in owned) or _differ(t, stride) else t
             for at, (t, stride) in enumerate(zip(tensors, self.strides, strict=True))

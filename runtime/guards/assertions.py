@@ -59,11 +59,8 @@ class SpeculatedAssertions:
         return None if at > len(self.known) or self.trial is None else Assertion(self.trial)
 
     def traced(self, trace: Callable[[], T]) -> T:
-        """Trace a forward until each condition's outcome is known, and return the last trace's result.
-
-        A condition for which exactly one outcome raises is assumed to assert the other; else the tracer's error is
-        raised.
-        """
+        """Trace a forward until each condition's outcome is known, and return the last trace's result. A condition for
+        which exactly one outcome raises is assumed to assert the other; else the tracer's error is raised."""
         while True:
             try:
                 return trace()

@@ -33,11 +33,8 @@ _DEPTH = 2
 
 
 class Reads:
-    """The attributes that a forward reads or sets of its holders: the modules, and the records (`is_record`) in
-    their attributes.
-
-    Inside `reads_of`, each access calls a method ``note_…``.
-    """
+    """The attributes that a forward reads or sets of its holders: the modules, and the records (`is_record`) in their
+    attributes. Inside `reads_of`, each access calls a method ``note_…``."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.owners: dict[int, Owner] = {}
@@ -60,8 +57,7 @@ class Reads:
         self.asked: set[tuple[Owner, str]] = set()
         """Attributes that were looked up before they were set."""
         self.fresh: set[tuple[Owner, str]] = set()
-        """Attributes that were set before they were read: the forward produces them and does not depend on
-        them."""
+        """Attributes that were set before they were read: the forward produces them and does not depend on them."""
         self.holders: dict[Owner, Any] = {}
         """All modules and records."""
         self.inherited: dict[Owner, dict[str, None]] = {}
@@ -126,10 +122,7 @@ class Reads:
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
         """Record that code read a holder's ``__dict__``: all attributes that it names count, or all data if it names
-        none but ``items`` or ``values``.
-
-        Library code, and a record with a ``__getattr__``, are left out.
-        """
+        none but ``items`` or ``values``. Library code, and a record with a ``__getattr__``, are left out."""
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
@@ -184,10 +177,8 @@ class Reads:
         self, guarded: Collection[tuple[Owner, str]], unguarded: Collection[tuple[Owner, str]]
     ) -> list[Found]:
         """Return the attributes on which a plan depends, with their present values, as one `Found` for each place:
-        those read and ``guarded``, without ``unguarded``.
-
-        A place is a ``__dict__``, the results of a record's ``__getattr__``, or a class.
-        """
+        those read and ``guarded``, without ``unguarded``. A place is a ``__dict__``, the results of a record's
+        ``__getattr__``, or a class."""
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for owner, name in (*self.found, *guarded):
             values = vars(self.holders[owner])
@@ -232,10 +223,8 @@ BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Record, inside the block, which attributes of modules and their records this thread reads and sets.
-
-    Meanwhile the methods by which Python accesses them are replaced; accesses of other threads are not recorded.
-    """
+    """Record, inside the block, which attributes of modules and their records this thread reads and sets. Meanwhile the
+    methods by which Python accesses them are replaced; accesses of other threads are not recorded."""
     reads = Reads(modules)
     thread = get_ident()  # all threads see the replaced methods
 
@@ -327,11 +316,8 @@ NO_RECORDS = (
 
 
 def is_record(value: Any) -> bool:
-    """Return whether an object exists for its attributes, such as a configuration: with a ``__dict__``, of no
-    built-in type, not callable.
-
-    Containers, tensors, members of enumerations, generators and graphs of `torch.fx` are none.
-    """
+    """Return whether an object exists for its attributes, such as a configuration: with a ``__dict__``, of no built-in
+    type, not callable. Containers, tensors, members of enumerations, generators and graphs of `torch.fx` are none."""
     kind = type(value)
     return (
         kind.__module__ != "builtins"

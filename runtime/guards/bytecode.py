@@ -57,11 +57,8 @@ def packages_of(things: Iterable[Any]) -> Names:
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
-    """Return whether a Python module is of PyTorch, Python's library, this package or an installed one, whose
-    functions guards ignore.
-
-    ``own``: names of packages that count as the user's.
-    """
+    """Return whether a Python module is of PyTorch, Python's library, this package or an installed one, whose functions
+    guards ignore. ``own``: names of packages that count as the user's."""
     module = module or "builtins"
     package = module.partition(".")[0]
     if package == "rematplan" and not module.startswith(_NETWORKS):

@@ -115,11 +115,8 @@ def _batch_sizes(lengths: torch.Tensor) -> list[int]:
 
 
 def _pack_padded_sequence(tape: Tape, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Pack padded sequences by calls of fixed shapes. Return the packed tensor and the number of sequences at each
-    time step.
-
-    If ``lengths`` is unknown, call the op itself.
-    """
+    """Pack padded sequences by calls of fixed shapes. Return the packed tensor and the number of sequences at each time
+    step. If ``lengths`` is unknown, call the op itself."""
     if not tape.knows(lengths):
         return tape.run(ATEN._pack_padded_sequence.default, x, lengths, batch_first)
     sizes = tape.read(_batch_sizes, lengths)

@@ -44,10 +44,7 @@ ATEN = torch.ops.aten
 
 class ValueGuardRecorder(TorchDispatchMode):
     """A context that records the decisions by values of a forward that is traced inside it with its backward, which
-    uses the same masks.
-
-    ``assumed``: the outcomes of the first tests for infinite and NaN values, as far as known.
-    """
+    uses the same masks. ``assumed``: the outcomes of the first tests for infinite and NaN values, as far as known."""
 
     def __init__(
         self,
@@ -86,8 +83,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         sizes: Sequence[int | torch.SymInt] = (),
     ) -> None:
         """Start the trace of a forward, and forget what was recorded before. If a forward is traced several times, the
-        last trace counts.
-        """
+        last trace counts."""
         self._tape = OpTape(self, sizes)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
@@ -143,8 +139,7 @@ class OpTape:
 
     def begin(self, tensor: torch.Tensor, source: Source | torch.Tensor) -> None:
         """Register a tensor that exists before the first call and whose value is known, so that calls that read it are
-        recorded.
-        """
+        recorded."""
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
@@ -162,10 +157,8 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute a call of a traced forward and return its result. A known number for Python becomes a decision.
-
-        Ops whose result shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`).
-        """
+        """Execute a call of a traced forward and return its result. A known number for Python becomes a decision. Ops
+        whose result shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`)."""
         if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
             return self._decided(func, args, kwargs)
@@ -221,10 +214,7 @@ class OpTape:
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
         """Return ``of(tensor)`` for the real tensor, recorded for use as a size, maybe as a symbol; None if it is
-        unknown or drawn.
-
-        Raises `ModelError` if it differs from the count that is expected.
-        """
+        unknown or drawn. Raises `ModelError` if it differs from the count that is expected."""
         # A count of drawn numbers is another one in most calls.
         if not self.knows(tensor) or self._is_chance(tensor):
             return None

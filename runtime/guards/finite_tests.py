@@ -19,10 +19,8 @@ ATEN = torch.ops.aten
 
 
 class OtherOutcome(ModelError):
-    """A test for infinite and NaN values has another outcome in a step than in the trace of its graph.
-
-    ``outcomes``: those of the forward's tests in order, up to this one.
-    """
+    """A test for infinite and NaN values has another outcome in a step than in the trace of its graph. ``outcomes``:
+    those of the forward's tests in order, up to this one."""
 
     def __init__(self, outcomes: tuple[bool, ...]) -> None:
         self.outcomes = outcomes

@@ -90,11 +90,9 @@ class _Shelf:
 
 
 class GlobalReads:
-    """All values outside of a model's modules to which the code of their forwards refers, looked up when this is
-    made. The model's own hooks are left out: they run outside of its plan.
-
-    ``arguments``: the leaves of the forward's arguments, whose objects count too.
-    """
+    """All values outside of a model's modules to which the code of their forwards refers, looked up when this is made.
+    The model's own hooks are left out: they run outside of its plan. ``arguments``: the leaves of the forward's
+    arguments, whose objects count too."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
         self.shelves: dict[int, _Shelf] = {}
@@ -155,10 +153,8 @@ class GlobalReads:
         self, model: str, guarded: Mapping[int, Set[str]], unguarded: Mapping[int, Set[str]]
     ) -> list[Found]:
         """Return the values to which the code refers, from before the forward, as one `Found` for each namespace.
-
         Values that it has changed are left out, with a warning except for names in ``unguarded``, by a namespace's id.
-        Those in ``guarded`` have the present values.
-        """
+        Those in ``guarded`` have the present values."""
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
             out, whole = unguarded.get(id(shelf.values), ()), guarded.get(id(shelf.values), ())

@@ -34,10 +34,8 @@ _GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
 class Guard:
-    """A check that tracing a forward again would give the same graph: all that it read has the same value.
-
-    Arguments and module states are covered by `call_key` and `ModuleState` instead.
-    """
+    """A check that tracing a forward again would give the same graph: all that it read has the same value. Arguments
+    and module states are covered by `call_key` and `ModuleState` instead."""
 
     def __init__(
         self,
@@ -85,8 +83,7 @@ class Guard:
 
     def holds_for(self, state: ModuleState) -> bool:
         """Return whether everything that the forward read still has the same value, except values of inputs and
-        buffers, which are not compared.
-        """
+        buffers, which are not compared."""
         attributes = state.attributes
         try:
             return (

@@ -15,11 +15,9 @@ from rematplan.runtime.guards.containers import add, added, content, unchanged_c
 
 @contextmanager
 def imports_kept(contents: Mapping[int, tuple[Any, Any]]) -> Iterator[None]:
-    """Add to earlier contents of containers, inside the block, what imports in this thread add to the containers.
-
-    A module is imported once, so what it registered would be missing in the next run. ``contents``: by id, containers
-    with copies of their content, which this changes.
-    """
+    """Add to earlier contents of containers, inside the block, what imports in this thread add to the containers. A
+    module is imported once, so what it registered would be missing in the next run. ``contents``: by id, containers
+    with copies of their content, which this changes."""
     thread, importing, own = get_ident(), False, _of_bootstrap("_find_and_load")
 
     def loaded(name: str, *further: Any) -> Any:

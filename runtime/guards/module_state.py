@@ -67,11 +67,8 @@ class _Seen:
 
 
 class ModuleTree:
-    """A list of a module and its submodules, made once, from which `state` reads their state at every call, mostly
-    in C.
-
-    It keeps the module's ``__dict__`` and submodules, not the module: a reference cycle otherwise.
-    """
+    """A list of a module and its submodules, made once, from which `state` reads their state at every call, mostly in
+    C. It keeps the module's ``__dict__`` and submodules, not the module: a reference cycle otherwise."""
 
     def __init__(self, module: nn.Module) -> None:
         named = list(module.named_modules())

@@ -12,10 +12,8 @@ from rematplan.runtime.guards.repeated_writes import Write
 
 
 class ModuleTensors:
-    """The parameters, buffers and submodules of a model before a forward, which may add or replace buffers.
-
-    The old tensor of a replaced buffer may be known elsewhere, so a planned call does not write into it.
-    """
+    """The parameters, buffers and submodules of a model before a forward, which may add or replace buffers. The old
+    tensor of a replaced buffer may be known elsewhere, so a planned call does not write into it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [object.__getattribute__(module, "__dict__") for module in model.modules()]

@@ -41,10 +41,8 @@ class Attribute:
     """The module's position, and the attributes that lead from it to the record."""
 
     def find(self, attributes: Attributes) -> dict[str, Any]:
-        """Return the ``__dict__`` of this place's module or record as it is now.
-
-        ``attributes``: the ``__dict__`` of each module, by position.
-        """
+        """Return the ``__dict__`` of this place's module or record as it is now. ``attributes``: the ``__dict__`` of
+        each module, by position."""
         at, path = self.owner
         place = attributes[at]
         for name in path:
@@ -72,10 +70,8 @@ class Answers:
     """The position of a module, and the attributes that lead from it to the record."""
 
     def find(self, attributes: Attributes) -> Any:
-        """Return the record, wrapped so that indexing it by a name reads the attribute of that name.
-
-        ``attributes``: the ``__dict__`` of each module, by position.
-        """
+        """Return the record, wrapped so that indexing it by a name reads the attribute of that name. ``attributes``:
+        the ``__dict__`` of each module, by position."""
         return Asked(record_of(self.owner, attributes))
 
 
@@ -115,10 +111,7 @@ class ByName(Mapping[str, Any]):
 
 class AttributesByName(ByName):
     """A read-only mapping to attributes of objects, such as the contents of closure cells; guards read them by
-    ``getattr`` instead.
-
-    ``where``: by name, the object and its attribute.
-    """
+    ``getattr`` instead. ``where``: by name, the object and its attribute."""
 
     def __init__(self, where: Mapping[str, tuple[Any, str]]) -> None:
         super().__init__(where, lambda name: getattr(*where[name]))

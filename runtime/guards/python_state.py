@@ -296,10 +296,7 @@ class PythonState:
 
     def changes(self) -> list[tuple[Write, Any]]:
         """Return what a planned call must change after its forward, each with its value, and decide which changes a
-        guard checks.
-
-        An iterator that advanced is refused.
-        """
+        guard checks. An iterator that advanced is refused."""
         for ((_, name), one), before in zip(self.iterators.items(), self.progress, strict=True):
             if progress(one) != before:
                 refuse_iterator(name, one)

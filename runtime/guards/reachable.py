@@ -26,10 +26,8 @@ _MOST = 200_000
 
 def reached(value: Any, seen: set[int], known: Collection[int] = ()) -> Iterator[Any]:
     """Yield the containers, arrays, iterators and attribute dictionaries that can be reached from a value, each once.
-
     Modules, tensors and objects of libraries are not entered; after `_MOST` values it ends. ``seen``: the ids of what
-    was reached, to which it adds; ``known``: the ids of attribute dictionaries to be left out.
-    """
+    was reached, to which it adds; ``known``: the ids of attribute dictionaries to be left out."""
     todo = [value]
     while todo and len(seen) < _MOST:
         one = todo.pop()

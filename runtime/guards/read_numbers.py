@@ -44,11 +44,9 @@ NUMBERS: list[weakref.ref[Any]] = []
 
 
 class ReadNumber:
-    """A number that a traced forward has read from tensors, or computed from such numbers.
-
-    ``expression``: how it is computed. ``tensors``: what its `Leaf`s refer to. ``decide``: evaluates a comparison of
-    it, by which the forward decides.
-    """
+    """A number that a traced forward has read from tensors, or computed from such numbers. ``expression``: how it is
+    computed. ``tensors``: what its `Leaf`s refer to. ``decide``: evaluates a comparison of it, by which the forward
+    decides."""
 
     reads_tensors = True
     __slots__ = ("__weakref__", "decide", "expression", "tensors")

@@ -67,8 +67,7 @@ def recording(
     assumed: tuple[bool, ...] = (),
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
-    complete after the trace. At its end the Python state is restored.
-    """
+    complete after the trace. At its end the Python state is restored."""
     NUMBERS.clear()
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
@@ -88,10 +87,8 @@ def recording(
 
 @contextmanager
 def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[None]:
-    """Restore the Python state and the generators of a model after a block that runs its forward.
-
-    `ModelError` before it if the forward names an iterator, which cannot be restored.
-    """
+    """Restore the Python state and the generators of a model after a block that runs its forward. `ModelError` before
+    it if the forward names an iterator, which cannot be restored."""
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     state = PythonState(Reads(modules), global_reads)

@@ -31,10 +31,8 @@ class Write:
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
     """A check that a dictionary, in which the forward stores ``keys`` before it reads it, has no other keys, and theirs
-    in this order.
-
-    It holds if the dictionary has the first n of ``keys`` before the call, for any n: new keys are added at the end.
-    """
+    in this order. It holds if the dictionary has the first n of ``keys`` before the call, for any n: new keys are added
+    at the end."""
 
     place: Place
     name: str

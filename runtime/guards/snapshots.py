@@ -95,10 +95,7 @@ def is_data(value: Any) -> bool:
 
 def same(a: Any, b: Any) -> bool:
     """Return whether a value equals an earlier one from `kept`: containers and small arrays by content, plain values
-    with their types.
-
-    All other values, tensors included, are compared by identity.
-    """
+    with their types. All other values, tensors included, are compared by identity."""
     if a is b:
         return a is not UNSET
     kind = _kind(a)

@@ -31,10 +31,7 @@ def asked(
     number: Callable[[torch.Tensor], Any] | None = None,
 ) -> Iterator[None]:
     """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts of traced tensors ask ``answer``, and
-    `Tensor.item` ``number``.
-
-    Other threads are not affected. A text that only leaves the forward is `TEXT`.
-    """
+    `Tensor.item` ``number``. Other threads are not affected. A text that only leaves the forward is `TEXT`."""
     thread = get_ident()
 
     def plainly() -> bool:

@@ -84,10 +84,8 @@ class _Source:
             return None
 
     def leaves(self, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
-        """Return whether the value of an expression is only written for people.
-
-        ``seen``: the assignments to variables that have led here.
-        """
+        """Return whether the value of an expression is only written for people. ``seen``: the assignments to variables
+        that have led here."""
         if node in seen:
             return True
         above = self.parents.get(node)

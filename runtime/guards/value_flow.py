@@ -70,11 +70,8 @@ def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
 
 @cache
 def use_of(code: CodeType, offset: int, name: str) -> str:
-    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `TESTED`,
-    `ITEM` or one of `WRITERS`.
-
-    If it loads no such value there, `READ`.
-    """
+    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `TESTED`, `ITEM`
+    or one of `WRITERS`. If it loads no such value there, `READ`."""
     instructions = _instructions(code)
     at = next((k for k, i in enumerate(instructions) if i.offset == offset), None)
     if at is None or instructions[at].opname not in _LOADS or instructions[at].argval != name:

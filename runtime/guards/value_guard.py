@@ -133,8 +133,7 @@ class ValueGuard:
 
     def mapped(self, change: Callable[[Any], Any]) -> ValueGuard:
         """Return a copy of this guard with changed arguments of the recorded calls, to replace sizes by symbols or
-        symbols by sizes.
-        """
+        symbols by sizes."""
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
 
@@ -147,10 +146,8 @@ def unchanged(value: Any) -> Any:
 def executed(
     entries: Iterable[RecordedCall], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = unchanged
 ) -> Iterator[tuple[RecordedCall, Any]]:
-    """Execute recorded calls again and yield each with its result.
-
-    ``known``: by place, the tensors that calls take; those that they return are added. ``now``: changes arguments.
-    """
+    """Execute recorded calls again and yield each with its result. ``known``: by place, the tensors that calls take;
+    those that they return are added. ``now``: changes arguments."""
     for e in entries:
         args = [known[a.place] if type(a) is TensorNumber else _filled(a, known) for a in now(e.args)]
         kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()} if e.kwargs else {}

@@ -57,10 +57,8 @@ def with_inverses(
     own_seeds: bool = False,
 ) -> Invertible:
     """Return the step with all inverses that are found. Where one needs it, storages are split and scatters become
-    concatenations.
-
-    ``renormalise``: batch norms may run again without new running statistics. ``own_seeds``: random ops may run again.
-    """
+    concatenations. ``renormalise``: batch norms may run again without new running statistics. ``own_seeds``: random ops
+    may run again."""
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
@@ -133,10 +131,8 @@ def _split(step: CapturedStep, leave: set[str]) -> SplitStep:
 def _with_inverses(
     step: CapturedStep, named: Mapping[str, torch.Tensor], exact: bool, own_seeds: bool = False
 ) -> Invertible:
-    """Return the step with the inverses that recover a tensor of the forward, and why others were refused.
-
-    ``exact``: without those that round. ``own_seeds``: random ops may run again.
-    """
+    """Return the step with the inverses that recover a tensor of the forward, and why others were refused. ``exact``:
+    without those that round. ``own_seeds``: random ops may run again."""
     facts = Facts(step, KnownValues(step, named))
     undone: list[Undone] = []
     refused: list[str] = []
@@ -187,9 +183,7 @@ def _inverses(step: CapturedStep, undone: Iterable[Undone]) -> Iterator[Call]:
 
 def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]:
     """Yield tuples of rules that together recompute a storage: rules for all of it, then one rule for each part.
-
-    ``pieces``: the rules by the `Band` that they recompute.
-    """
+    ``pieces``: the rules by the `Band` that they recompute."""
     for covered, rules in pieces.items():
         if covered.whole:
             yield from ((rule,) for rule in rules)

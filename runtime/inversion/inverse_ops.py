@@ -38,10 +38,8 @@ class Fill:
     offset: int
     """With ``size`` and ``stride``: the view, in elements."""
     scale: float = 0.0
-    """The factor by which dividing by a scale increased errors at planning time; 0 without a scale.
-
-    If the kernel returns the present factor, the two are compared.
-    """
+    """The factor by which dividing by a scale increased errors at planning time; 0 without a scale. If the kernel
+    returns the present factor, the two are compared."""
 
 
 @dataclass(frozen=True, slots=True)

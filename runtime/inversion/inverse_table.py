@@ -35,8 +35,7 @@ ROUNDING = 0.15
 two roundings, since errors of different sign cancel along a chain. Measured on chains of 6 to 96
 couplings."""
 STEEP = 4.0
-"""The gain of an ELU's inverse: the root mean square of its slope for arguments of unit variance, with a
-margin."""
+"""The gain of an ELU's inverse: the root mean square of its slope for arguments of unit variance, with a margin."""
 
 
 def undo(call: Call, facts: Facts) -> Found:
@@ -103,10 +102,8 @@ def _fused(kernel: str, *names: str) -> Row:
 
 
 def _between(call: Call, facts: Facts) -> Found:
-    """Yield the rules for both ends of y = self + weight · (end − self) if the weight is known before the step runs.
-
-    An end whose share comes close to zero is refused.
-    """
+    """Yield the rules for both ends of y = self + weight · (end − self) if the weight is known before the step runs. An
+    end whose share comes close to zero is refused."""
     arguments, y = facts.arguments(call), result(call, facts)
     start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
@@ -177,11 +174,8 @@ training does not change."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``), or refuse a known
-    factor close to zero.
-
-    The growth of errors is noted in ``facts.scales``.
-    """
+    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``), or refuse a known factor
+    close to zero. The growth of errors is noted in ``facts.scales``."""
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )

@@ -32,10 +32,8 @@ class Undone:
     exact: bool = False
     """Whether it recomputes the original bits, since it only copies, moves or negates numbers."""
     scale: float = 0.0
-    """The factor by which dividing by a scale increases errors at planning time; 0 without a scale.
-
-    If the kernel returns the factor at run time, the two are compared.
-    """
+    """The factor by which dividing by a scale increases errors at planning time; 0 without a scale. If the kernel
+    returns the factor at run time, the two are compared."""
 
 
 @dataclass(frozen=True, slots=True)

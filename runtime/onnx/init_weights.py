@@ -66,11 +66,8 @@ FILLS: Mapping[tuple[str, int], Fill] = {
 
 
 def first_readers(graph: Graph) -> dict[str, tuple[Node, int]]:
-    """Return, by the name of a value, the first node that reads it and the value's position among that node's
-    inputs.
-
-    A node that only rearranges elements is no reader; the first reader of its result is.
-    """
+    """Return, by the name of a value, the first node that reads it and the value's position among that node's inputs. A
+    node that only rearranges elements is no reader; the first reader of its result is."""
     found: dict[str, tuple[Node, int]] = {}
     source: dict[str, str] = {}
     for node in graph.nodes:

@@ -46,11 +46,8 @@ def onnx_name(name: str) -> str:
 
 class OnnxModule(nn.Module):
     """The forward of a :class:`~rematplan.ir.onnx.graph.Graph` as a torch module; :func:`torch_name` names its
-    parameters and buffers.
-
-    Weights that the file fills with a constant get random values of ``seed``, if not None; on ``"meta"`` none are
-    read. Raises `ModelError` for unknown ops and unusable weights.
-    """
+    parameters and buffers. Weights that the file fills with a constant get random values of ``seed``, if not None; on
+    ``"meta"`` none are read. Raises `ModelError` for unknown ops and unusable weights."""
 
     def __init__(self, graph: Graph, seed: int | None = 0, device: str = "cpu") -> None:
         super().__init__()

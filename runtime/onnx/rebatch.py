@@ -29,11 +29,8 @@ PICKING = frozenset({"Compress", "Gather", "GatherElements", "GatherND", "Slice"
 
 
 def rebatched(graph: Graph) -> Graph:
-    """Return a graph whose constants fit the batch size bound to its inputs, or the same graph if nothing must
-    change.
-
-    If the adaptation fails, raise `ModelError` if the file states its batch size, else return the same graph.
-    """
+    """Return a graph whose constants fit the batch size bound to its inputs, or the same graph if nothing must change.
+    If the adaptation fails, raise `ModelError` if the file states its batch size, else return the same graph."""
     batch = graph.batch
     if batch is None:
         return graph
@@ -113,10 +110,7 @@ class _Rebatching:
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
         """Run the graph without data at the wanted batch size, and replace a node's constants with the export's size
-        before it runs.
-
-        ``before``: all values at the export's batch size, by name.
-        """
+        before it runs. ``before``: all values at the export's batch size, by name."""
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -138,8 +132,7 @@ class _Rebatching:
         self, node: Node, values: dict[str, Any], before: Mapping[str, KnownValue | None]
     ) -> None:
         """Refuse a node that selects some samples of the batch, such as a Gather: its data has a batch axis, but no
-        result has one.
-        """
+        result has one."""
 
         def has_batch(name: str) -> bool:
             old, new = before.get(name), _seen(values[name])

@@ -36,9 +36,7 @@ class Peer:
     """Distinguishes the messages of this direction from all others."""
 
     def sending(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to send a tensor and return the pending operation. ``number``: the tensor's position in its
-        message.
-        """
+        """Begin to send a tensor and return the pending operation. ``number``: the tensor's position in its message."""
         with self.reached():
             return distributed.isend(tensor, group=self.group, group_dst=self.rank, tag=self._tag(number))
 
@@ -69,10 +67,7 @@ class Peer:
 
 class Sender:
     """Sends one training step's messages in one direction to a neighbouring rank, at most ``credits`` of them
-    unacknowledged.
-
-    ``like``: tensors with the shapes and types of a message, also on the meta device.
-    """
+    unacknowledged. ``like``: tensors with the shapes and types of a message, also on the meta device."""
 
     def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
         self.peer, self.credits, self.count = peer, credits, 0
@@ -112,11 +107,8 @@ class Sender:
 
 
 class Receiver:
-    """Receives one training step's messages in one direction from a neighbouring rank, with ``credits`` receives
-    posted ahead.
-
-    ``unused``: positions of tensors in a message that this rank does not use.
-    """
+    """Receives one training step's messages in one direction from a neighbouring rank, with ``credits`` receives posted
+    ahead. ``unused``: positions of tensors in a message that this rank does not use."""
 
     def __init__(
         self,

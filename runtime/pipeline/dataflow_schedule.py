@@ -73,11 +73,8 @@ class DataflowSchedule:
         **kwargs: Any,
     ) -> Any:
         """Run all micro-batches of a batch, add their gradients to ``.grad``, and return the last stage's outputs if
-        wanted, else None.
-
-        With ``updates``, the optimizer steps after every ``updates.every`` backwards and zeroes the gradients.
-        Backwards since its last step count for the next, perhaps in the next batch.
-        """
+        wanted, else None. With ``updates``, the optimizer steps after every ``updates.every`` backwards and zeroes the
+        gradients. Backwards since its last step count for the next, perhaps in the next batch."""
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         # Random calls seed the default generator, whose state the caller gets again.
         state = torch.get_rng_state() if self.stage.code.draws else None
@@ -236,11 +233,8 @@ class _Step:
 
 def gradient_error_of(stages: Sequence[tuple[float, float]]) -> float:
     """Return an estimate, with a safety factor, of the relative error of a dataflow pipeline's gradients; 0 if no
-    inverse rounds.
-
-    ``stages``: first to last, the error of inputs recomputed from exact outputs, and the factor on an error of the
-    outputs.
-    """
+    inverse rounds. ``stages``: first to last, the error of inputs recomputed from exact outputs, and the factor on an
+    error of the outputs."""
     error = worst = 0.0
     for own, gain in reversed(stages):
         error = gain * error + own

@@ -60,11 +60,8 @@ def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
     """Return the captured step of a pipeline stage with calls that take inputs and gradients from messages, and with
-    inverses.
-
-    Stages except the last also take their outputs from the next one's message; stages except the first return their
-    inputs.
-    """
+    inverses. Stages except the last also take their outputs from the next one's message; stages except the first return
+    their inputs."""
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
 
@@ -125,11 +122,8 @@ def _answered(step: CapturedStep) -> CapturedStep:
 def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
-    """Return the planning problem of a stage in a dataflow pipeline, with ops for its messages.
-
-    `SEND` sends outputs and writes buffers, `LOSS` separates the halves, `RETURN` sends recomputed inputs and their
-    gradients.
-    """
+    """Return the planning problem of a stage in a dataflow pipeline, with ops for its messages. `SEND` sends outputs
+    and writes buffers, `LOSS` separates the halves, `RETURN` sends recomputed inputs and their gradients."""
     graph = without_random_states(graph)  # each random call has a seed of its own
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     outputs = step.returned("output")

@@ -17,18 +17,14 @@ STATE = 5056
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int, draw: int) -> int:
     """Return the seed of a random call in a dataflow pipeline (a pipeline of invertible stages), an integer below
-    2⁶³. It depends on all arguments.
-    """
+    2⁶³. It depends on all arguments."""
     text = struct.pack("<5q", seed, step, microbatch, stage, draw)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 class Seeded(TorchDispatchMode):
     """A context in which a single process draws the numbers of one stage's forward in a dataflow pipeline, for
-    comparison.
-
-    It seeds PyTorch's default generator before each random call, and does not restore its state.
-    """
+    comparison. It seeds PyTorch's default generator before each random call, and does not restore its state."""
 
     def __init__(self, seed: int, step: int, microbatch: int, stage: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -117,11 +117,8 @@ def cut_names(graph: fx.Graph) -> tuple[str, ...]:
 def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
-    """Cut a model before the modules ``cuts`` into a chain of pipeline stages, which share its parameters and
-    buffers.
-
-    Raises `ModelError` for nested arguments, or if stages would compute something else.
-    """
+    """Cut a model before the modules ``cuts`` into a chain of pipeline stages, which share its parameters and buffers.
+    Raises `ModelError` for nested arguments, or if stages would compute something else."""
     for one in (*args, *kwargs.values()):
         leaves = pytree.tree_leaves(one)
         if len(leaves) != 1 or leaves[0] is not one:
@@ -241,11 +238,8 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
-    """Refuse a model if a stage changes a received tensor in place and another received tensor in that memory is
-    read afterwards.
-
-    Tensors that share memory in the model are separate in a later stage.
-    """
+    """Refuse a model if a stage changes a received tensor in place and another received tensor in that memory is read
+    afterwards. Tensors that share memory in the model are separate in a later stage."""
     memory = _memory(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node, stage in owners.items():
@@ -408,11 +402,9 @@ def check_fixed(value: object, fixed: object, name: str) -> None:
 
 
 def _like(node: fx.Node, needs: Set[fx.Node], values: Mapping[fx.Node, Any], last: bool = False) -> Any:
-    """Return a meta tensor like a node's value between stages: an argument in ``values`` keeps its strides, others
-    are contiguous messages.
-
-    A result of the ``last`` stage keeps its dimensions' order. A value that is no tensor is returned itself.
-    """
+    """Return a meta tensor like a node's value between stages: an argument in ``values`` keeps its strides, others are
+    contiguous messages. A result of the ``last`` stage keeps its dimensions' order. A value that is no tensor is
+    returned itself."""
     fake = values.get(node, node.meta["val"])
     if not isinstance(fake, torch.Tensor):
         return fake

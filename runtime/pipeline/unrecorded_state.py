@@ -20,10 +20,7 @@ Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 @contextmanager
 def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
     """Record the numbers that this thread assigns to attributes of modules in the block, and restore the old ones
-    afterwards.
-
-    Raises `ModelError` after the block if it assigned a buffer of ``model``'s modules.
-    """
+    afterwards. Raises `ModelError` after the block if it assigned a buffer of ``model``'s modules."""
     thread, numbers, buffers, old = get_ident(), Numbers(), list[str](), Numbers()
     assign: Callable[..., None] = nn.Module.__setattr__
 

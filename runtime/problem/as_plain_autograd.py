@@ -171,10 +171,8 @@ def _sums(
     step: CapturedStep, node: Sequence[Call], made: AbstractSet[str]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the calls that add the gradient of a node to that of other readers of the same tensor. They follow the
-    formula of the node, and their first argument is an older gradient.
-
-    ``made``: the storages that the backward makes.
-    """
+    formula of the node, and their first argument is an older gradient. ``made``: the storages that the backward
+    makes."""
     own = {step.values[name].storage for call in node for name in call.made}
     for call in reversed(node):
         older = call.args[0] if call.target is ADD and not call.kwargs else None

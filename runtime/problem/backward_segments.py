@@ -41,10 +41,8 @@ def gradient_segments(
     late: int | None = None,
 ) -> tuple[Segment, ...]:
     """Divide the backward half, from ``start`` on, into segments with about equal bytes of gradients. They are shorter
-    where ``spare``, by position the unused bytes of the budget, has no room for gradients that wait.
-
-    If the backward communicates, it is divided only at ``late``, the second part of a split backward.
-    """
+    where ``spare``, by position the unused bytes of the budget, has no room for gradients that wait. If the backward
+    communicates, it is divided only at ``late``, the second part of a split backward."""
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
     sizes = {o: step.storage_bytes[step.values[o.value].storage] for o in gradients}

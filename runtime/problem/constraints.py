@@ -85,10 +85,8 @@ def check_names(policy: Policy, steps: Sequence[CapturedStep], model: str) -> No
 
 def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...]:
     """Return the ops that a plan may run only once, in the step's order and without views; ops with side effects are
-    always included.
-
-    Of a module these are forward ops whose results leave it, of ``MODULE.*`` all its ops, of an op all its calls.
-    """
+    always included. Of a module these are forward ops whose results leave it, of ``MODULE.*`` all its ops, of an op all
+    its calls."""
     # Collectives are among them.
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     if callable(policy):

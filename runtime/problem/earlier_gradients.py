@@ -29,8 +29,7 @@ def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
     """Return the names of the parameters whose gradients a step computes, and the bytes that gradients of earlier steps
-    may occupy while the step runs. ``named``: the model's parameters, which may be more than the step's.
-    """
+    may occupy while the step runs. ``named``: the model's parameters, which may be more than the step's."""
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
     known = {id(named[name]) for name in own if name in named}
@@ -57,11 +56,8 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
     """Return the problem of a step with earlier gradients, in which the new gradients of the parameters ``names`` may
-    be freed as soon as they are computed.
-
-    Neither earlier gradients nor new ones that are freed but not yet added are counted: `spare_bytes` counts the
-    latter.
-    """
+    be freed as soon as they are computed. Neither earlier gradients nor new ones that are freed but not yet added are
+    counted: `spare_bytes` counts the latter."""
     added = _added(step, names)
     # An output of zero bytes replaces each gradient, so that it is still computed. Its op runs once, since
     # each run would add it again.

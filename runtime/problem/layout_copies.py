@@ -24,10 +24,7 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 def _dense(order: Callable[[list[int]], list[int]]) -> Layout:
     """Return a function that makes an empty dense tensor like its argument, with the dimensions in another order in
-    memory.
-
-    ``order``: from the list of all dimensions to their order in memory, outermost first.
-    """
+    memory. ``order``: from the list of all dimensions to their order in memory, outermost first."""
 
     def strided(like: torch.Tensor) -> torch.Tensor:
         dims = order(list(range(like.ndim)))
@@ -101,10 +98,8 @@ def most_copied(
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
     """Return the bytes that a backward may need in addition: for each call and storage, the maximum over the `LAYOUTS`.
-
     ``own``: the calls' workspaces at capture. ``measured``: returns those of some calls of another step; None: their
-    copies are added to ``own``.
-    """
+    copies are added to ``own``."""
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
     for other in other_layouts(step):
@@ -121,10 +116,8 @@ def most_copied(
 
 
 class _Followed:
-    """The effect of one layout of the outputs' gradients on a backward, found on fake tensors.
-
-    ``otherwise``: by value name, the tensors with other strides. ``read``, ``kept``, ``spare``: as in `OtherLayout`.
-    """
+    """The effect of one layout of the outputs' gradients on a backward, found on fake tensors. ``otherwise``: by value
+    name, the tensors with other strides. ``read``, ``kept``, ``spare``: as in `OtherLayout`."""
 
     def __init__(self, step: CapturedStep, layout: Layout) -> None:
         self.step = step

@@ -24,8 +24,7 @@ tensor, which represents copies of these gradients."""
 LOSS_VALUE = "(loss value)"
 """A tensor that the op `LOSS` writes. It represents the bytes of the loss that stay allocated until the step ends."""
 OPTIMIZER = "(optimizer)"
-"""The op that represents the optimizer's step, in problems that contain it; also the name of its zero-byte
-tensor."""
+"""The op that represents the optimizer's step, in problems that contain it; also the name of its zero-byte tensor."""
 WEIGHTS = "(weight gradients)"
 """The op that represents the time between the two parts of a split backward (input gradients, weight
 gradients); also the name of its tensor."""
@@ -38,11 +37,9 @@ LATE = ("gradient", "input gradient", "statistic")
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step with a loss boundary: an op between the halves, at which the caller gets outputs
-    and computes a loss.
-
-    It reads all outputs and new buffers. Ops that read an output's gradient, or are `Call.late`, run after it.
-    """
+    """Return the problem of a step with a loss boundary: an op between the halves, at which the caller gets outputs and
+    computes a loss. It reads all outputs and new buffers. Ops that read an output's gradient, or are `Call.late`, run
+    after it."""
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = step.given("tangent")
     tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
@@ -113,11 +110,9 @@ def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
 def _old_buffers(
     step: CapturedStep, graph: TrainingGraph, late: Set[str], renewing: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the bytes of all copies of old buffers (as `OLD_BUFFERS`, or nothing), and ops that run once.
-
-    A buffer is copied if its readers make more bytes than it has, if one of them is ``late``, or if the whole forward
-    may run again. Else its readers run once.
-    """
+    """Return the bytes of all copies of old buffers (as `OLD_BUFFERS`, or nothing), and ops that run once. A buffer is
+    copied if its readers make more bytes than it has, if one of them is ``late``, or if the whole forward may run
+    again. Else its readers run once."""
     once, copied = list[str](), 0
     for t in step.renewed:
         readers = graph.readers.get(t, ())
@@ -152,9 +147,7 @@ def without_loss_bytes(graph: TrainingGraph) -> TrainingGraph:
 
 def reserved_for_loss(graph: TrainingGraph) -> int:
     """Return the bytes that a planning problem reserves for the loss: its workspace and the tensors that it writes.
-
-    ``graph``: a problem made by `with_loss_boundary`.
-    """
+    ``graph``: a problem made by `with_loss_boundary`."""
     return graph.op[LOSS].workspace + sum(graph.size[t] for t in graph.op[LOSS].writes)
 
 

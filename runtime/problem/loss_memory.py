@@ -37,11 +37,8 @@ class LossMemory:
     peak: int
     """The bytes at the loss's peak, including ``kept`` unless it is too small for that."""
     kept: int
-    """The bytes that stay until the step ends, because the caller keeps the loss and its gradient during the
-    backward.
-
-    The scalar that `mse_loss` or `smooth_l1_loss` returns keeps a storage of the outputs' size.
-    """
+    """The bytes that stay until the step ends, because the caller keeps the loss and its gradient during the backward.
+    The scalar that `mse_loss` or `smooth_l1_loss` returns keeps a storage of the outputs' size."""
     saved: int | None = None
     """The bytes between the loss and its backward, if other micro-batches run in between; None: not known, ``peak``
     is assumed."""

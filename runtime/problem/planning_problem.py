@@ -20,10 +20,8 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """Return the planning problem of a captured step, without a loss boundary.
-
-    All views of a storage are one tensor. Random ops read saved states; collectives run once, in a fixed order.
-    """
+    """Return the planning problem of a captured step, without a loss boundary. All views of a storage are one tensor.
+    Random ops read saved states; collectives run once, in a fixed order."""
     sizes = dict(step.storage_bytes)
     for name, cost in costs.items():
         for result, real in zip(step.call[name].results, cost.results, strict=False):

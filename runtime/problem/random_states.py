@@ -43,10 +43,8 @@ def _state_bytes(device: torch.device) -> int:
 
 
 def with_random_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the step's problem in which each random op reads the generator's state with which it drew first.
-
-    An op whose results are no larger than a state runs only once instead, and its state has 0 bytes.
-    """
+    """Return the step's problem in which each random op reads the generator's state with which it drew first. An op
+    whose results are no larger than a state runs only once instead, and its state has 0 bytes."""
     seeded = [op for op in graph.ops if op.name in step.call and step.call[op.name].seeded]
     size = random_state_bytes(step)
     once = [op.name for op in seeded if sum(graph.size[t] for t in op.writes) <= size]

@@ -310,10 +310,8 @@ def embedding_backward(one: Shaped) -> DimensionRule | None:
 
 
 def normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
-    """Return the rule of a norm over its last dimensions, as many as argument ``shape_at`` has.
-
-    ``full``: the positions of operands with all dimensions. ``without``: as in `DimensionRule`.
-    """
+    """Return the rule of a norm over its last dimensions, as many as argument ``shape_at`` has. ``full``: the positions
+    of operands with all dimensions. ``without``: as in `DimensionRule`."""
 
     def rule(one: Shaped) -> DimensionRule:
         first = one.results[0] if one.call.results[0] else one.operand(full[0])

@@ -71,10 +71,8 @@ class EarlyBackward:
 
 
 def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
-    """Return the backward of a region with a loss that can run in the forward half, or None if it cannot.
-
-    It must be linear in the loss's gradient, read nothing later than that, and not be in float16.
-    """
+    """Return the backward of a region with a loss that can run in the forward half, or None if it cannot. It must be
+    linear in the loss's gradient, read nothing later than that, and not be in float16."""
     step, inside = use.step, set(region.calls)
     late = [c for c in step.calls if c.name in inside and c.backward]
     early = [c for c in step.calls if c.name in inside and not c.backward]

@@ -167,10 +167,8 @@ def _best_of(use: StepUse, seed: str, axes: Iterable[AxisSpan], taken: set[str])
 
 
 class _Growth:
-    """A region as it grows from one value.
-
-    ``use``: the step. ``seed``: the value. ``axis``: where it has the axis. ``taken``: calls of other regions.
-    """
+    """A region as it grows from one value. ``use``: the step. ``seed``: the value. ``axis``: where it has the axis.
+    ``taken``: calls of other regions."""
 
     def __init__(self, use: StepUse, seed: str, axis: AxisSpan, taken: set[str]) -> None:
         self.use, self.step, self.taken = use, use.step, taken

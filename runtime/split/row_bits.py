@@ -34,10 +34,8 @@ def changed_rows(
     step: CapturedStep, split: CapturedStep, parts: Mapping[SplitRegion, int], cache: Path | None = None
 ) -> tuple[str, ...]:
     """Return the names of the calls whose rows change, tested here unless cached; of those that cannot be run, too.
-
     ``split``: the step in which the regions run in so many ``parts``, as `split_regions` makes it. ``cache``: the
-    folder, by default the user's.
-    """
+    folder, by default the user's."""
     file = profile_file(step.device, cache)
     known, texts = load_kept_bits(file), dict[str, str]()
     tests = _Tests(step, split)

@@ -64,10 +64,8 @@ def splittable(step: CapturedStep, regions: Iterable[SplitRegion]) -> tuple[Spli
 
 
 class _Splitter(SumEmitter):
-    """Builds the new step. Calls are emitted after all calls on whose results they depend.
-
-    ``step``: the step. ``bounds``: by region, the result of `bounds_of`.
-    """
+    """Builds the new step. Calls are emitted after all calls on whose results they depend. ``step``: the step.
+    ``bounds``: by region, the result of `bounds_of`."""
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
         super().__init__(step, next(iter(bounds)))

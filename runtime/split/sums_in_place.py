@@ -28,10 +28,8 @@ NEW = frozenset(
 
 def with_sums_in_place(step: CapturedStep) -> CapturedStep:
     """Return the step in which sums and products are computed in an argument's memory, if gradients of weights alone
-    depend on them, and nothing else reads the argument.
-
-    The result must have the argument's type, shape and strides, so that the bits are the same.
-    """
+    depend on them, and nothing else reads the argument. The result must have the argument's type, shape and strides, so
+    that the bits are the same."""
     use, calls, moved = StepUse(step), list[Call](), dict[str, str]()
     for call in step.calls:
         if (at := _place(use, call)) is not None:

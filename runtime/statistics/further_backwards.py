@@ -22,11 +22,9 @@ def samples_of(step: CapturedStep) -> int:
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return how many samples, tokens or pixels the loss averages or sums over: ``options.terms``, or a
-    number from the shape of the output.
-
-    Raises `ModelError` if the output does not exist, or has several elements but no dimension of classes.
-    """
+    """Return how many samples, tokens or pixels the loss averages or sums over: ``options.terms``, or a number from the
+    shape of the output. Raises `ModelError` if the output does not exist, or has several elements but no dimension of
+    classes."""
     if options.terms is not None:
         return options.terms
     fake = step.values[_output(step, options, needed=False)].fake
@@ -37,11 +35,8 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """Return the backwards in addition to that of the user's loss: one for ``mc``, one a class for
-    ``type-2``, none for ``empirical``.
-
-    Raises `ModelError` if the output of ``options`` cannot begin such a backward.
-    """
+    """Return the backwards in addition to that of the user's loss: one for ``mc``, one a class for ``type-2``, none for
+    ``empirical``. Raises `ModelError` if the output of ``options`` cannot begin such a backward."""
     if options.fisher == "empirical":
         return []
     output, target = _output(step, options, needed=True), str(options.output)
@@ -81,11 +76,8 @@ def _check_columns(step: CapturedStep, fake: torch.Tensor, size: int) -> None:
 
 
 def _output(step: CapturedStep, options: Kronecker, needed: bool) -> str:
-    """Return the name of the value from which the loss is computed; `ModelError` if it does not exist or
-    lacks the dimension of classes.
-
-    If ``needed`` is false, an output of one element needs no such dimension.
-    """
+    """Return the name of the value from which the loss is computed; `ModelError` if it does not exist or lacks the
+    dimension of classes. If ``needed`` is false, an output of one element needs no such dimension."""
     target = str(options.output)
     found = next((o.value for o in step.outputs if (o.kind, o.target) == ("output", target)), None)
     if found is None:

@@ -81,10 +81,7 @@ class Gram:
 
     def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Gram | None:
         """Return the op for a part of ``count`` of the ``indices`` rows that a tensor has along an axis; None if the
-        whole sum is not that of all parts.
-
-        ``shape``: of the whole tensor. ``span``: where it has the axis.
-        """
+        whole sum is not that of all parts. ``shape``: of the whole tensor. ``span``: where it has the axis."""
         if self.share < 1:
             return None
         if isinstance(self.read, Patches):
@@ -173,11 +170,8 @@ class Gram:
             self._add_border(out, rows.sum(-1), rows.shape[-1])
 
     def _add_border(self, out: Tensor, sums: Tensor, count: int) -> None:
-        """Add to the last row and column of ``out``, in place, the products of ``count`` rows with the
-        appended one.
-
-        ``sums``: the sum of the rows without that one, (groups, features).
-        """
+        """Add to the last row and column of ``out``, in place, the products of ``count`` rows with the appended one.
+        ``sums``: the sum of the rows without that one, (groups, features)."""
         border = out[:, -sums.shape[1] - 1 :]
         border[:, :-1].add_(sums, alpha=self.scale)
         border[:, -1] += self.scale * count

@@ -84,11 +84,8 @@ class StatisticsStep:
 
 
 def with_statistics(step: CapturedStep, options: Kronecker, draws: Draws) -> StatisticsStep:
-    """Return a captured step with further ops that compute the Kronecker factors of the weights that allow
-    it.
-
-    Raises `ModelError` if no weight does, or if the output of ``options`` does not fit.
-    """
+    """Return a captured step with further ops that compute the Kronecker factors of the weights that allow it. Raises
+    `ModelError` if no weight does, or if the output of ``options`` does not fit."""
     return _Pass(step, options, draws).run()
 
 
@@ -204,11 +201,8 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """Return the op that sums the inputs of one use of a weight, and the op that sums the gradients of
-        its outputs.
-
-        Raises `_NotTaken` if samples are to be rows and the rows cannot be divided into samples.
-        """
+        """Return the op that sums the inputs of one use of a weight, and the op that sums the gradients of its outputs.
+        Raises `_NotTaken` if samples are to be rows and the rows cannot be divided into samples."""
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
         product = use.product
@@ -242,11 +236,8 @@ class _Pass:
     def _sum(
         self, key: object, gram: Gram, value: str, previous: str | None, rows: int, product: str
     ) -> tuple[str, int]:
-        """Return the value of a sum and the number of rows in it. Unless ``key`` has a sum, place a new op
-        before the call ``product``.
-
-        If ``previous`` is given, the op adds to that sum, which has ``rows`` rows.
-        """
+        """Return the value of a sum and the number of rows in it. Unless ``key`` has a sum, place a new op before the
+        call ``product``. If ``previous`` is given, the op adds to that sum, which has ``rows`` rows."""
         if key not in self.sums:
             fake = self.values.get(value) or self.step.values[value]
             name = f"statistic_{len(self.sums)}"
@@ -273,10 +264,8 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch, features).
-
-    Of a tensor with at most two dimensions, the tensor before its views decides.
-    """
+    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch, features). Of a
+    tensor with at most two dimensions, the tensor before its views decides."""
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:

@@ -34,12 +34,9 @@ class Product:
     """The result's dimensions in row-major order, as size and role. A dimension ``batch`` may belong to the
     weight, or later calls sum over it."""
     read: Callable[[BatchSplit, int, bool], tuple[Reading, Reading]]
-    """How to read the rows of ``inputs`` and of ``gradients``, given the split of ``batch``, the number of
-    samples, and whether samples vary fastest.
-
-    The number of samples is 0 if each row is a sample. Samples vary fastest in inputs (time, batch,
-    features).
-    """
+    """How to read the rows of ``inputs`` and of ``gradients``, given the split of ``batch``, the number of samples, and
+    whether samples vary fastest. The number of samples is 0 if each row is a sample. Samples vary fastest in inputs
+    (time, batch, features)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +60,8 @@ def product_of(call: Call, step: CapturedStep) -> Product | None:
 
 
 def _mm(call: Call, step: CapturedStep) -> Product | None:
-    """Return a plain or batched matrix product as the gradient of a weight, or None if both operands come
-    from the same half.
-
-    The operand that the forward half computes is the layer's input.
-    """
+    """Return a plain or batched matrix product as the gradient of a weight, or None if both operands come from the same
+    half. The operand that the forward half computes is the layer's input."""
     left, right = call.args[:2]
     late = [_is_late(step, ref) for ref in (left, right)]
     if late[0] == late[1]:
@@ -90,11 +84,9 @@ def _mm(call: Call, step: CapturedStep) -> Product | None:
 def _matrix_rows(
     split: BatchSplit, rows: int, features: int, rows_first: bool, samples: int, inside: bool
 ) -> Rows:
-    """Return how to read rows from an operand of shape (*split, rows, features), or (*split, features, rows)
-    if ``rows_first`` is false.
-
-    ``samples``: their number, 0 if each row is one. ``inside``: whether they vary faster than the positions.
-    """
+    """Return how to read rows from an operand of shape (*split, rows, features), or (*split, features, rows) if
+    ``rows_first`` is false. ``samples``: their number, 0 if each row is one. ``inside``: whether they vary faster than
+    the positions."""
     at = len(split.sizes)
     summed = tuple(dim for dim in range(at) if dim not in split.groups)
     lead = split.sizes[summed[0]] if summed else rows

@@ -28,8 +28,7 @@ class Rows:
     """The dimensions of a row's position within a sample (pixel, token)."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as (groups..., features..., samples..., places...), as a view if its strides
-        allow one."""
+        """Return the tensor as (groups..., features..., samples..., places...), as a view if its strides allow one."""
         return tensor.reshape(self.shape).permute(*self.groups, *self.features, *self.samples, *self.places)
 
     @property
@@ -43,11 +42,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """How to read the windows of a convolution's input (batch, channels, *sizes) as rows, one for each
-    position of the output.
-
-    A row has (channels / groups) × (elements of the kernel) numbers.
-    """
+    """How to read the windows of a convolution's input (batch, channels, *sizes) as rows, one for each position of the
+    output. A row has (channels / groups) × (elements of the kernel) numbers."""
 
     batch: int
     """The entries of the tensor's first dimension."""
@@ -62,8 +58,7 @@ class Patches:
     padding: tuple[tuple[int, int], ...]
     """The zeros before and after the entries of each spatial dimension; negative to crop."""
     spread: Dims
-    """s, if s − 1 zeros are inserted between neighbouring entries: the stride of a transposed convolution,
-    else 1."""
+    """s, if s − 1 zeros are inserted between neighbouring entries: the stride of a transposed convolution, else 1."""
     flipped: bool
     """Whether each window is reversed, as for a transposed convolution."""
     positions: Dims
@@ -73,10 +68,7 @@ class Patches:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return all windows as (groups, channels / groups, *kernel, samples, per_sample, *positions): a view of the
-        input or a padded copy.
-
-        If ``flipped``, all windows are copied.
-        """
+        input or a padded copy. If ``flipped``, all windows are copied."""
         n = len(self.kernel)
         if any(s > 1 for s in self.spread):
             sizes = [(size - 1) * s + 1 for size, s in zip(x.shape[2:], self.spread, strict=True)]
@@ -104,11 +96,8 @@ class Patches:
         return x.permute(1, 2, *range(3, x.dim()), 0)
 
     def _read(self, at: int, k: int, size: int) -> slice:
-        """Return the entries of spatial dimension ``at`` that the windows of all output positions read with
-        element ``k`` of the kernel.
-
-        ``size``: the number of entries, without zeros between and around them.
-        """
+        """Return the entries of spatial dimension ``at`` that the windows of all output positions read with element
+        ``k`` of the kernel. ``size``: the number of entries, without zeros between and around them."""
         stride, spread, count = self.stride[at], self.spread[at], self.positions[at]
         start = k * self.dilation[at] - self.padding[at][0]
         if spread > 1:  # a transposed convolution, whose windows have stride 1

@@ -56,11 +56,9 @@ class PackedFactors(Mapping[str, Factors]):
         return name in self._layers
 
     def packed(self, name: str) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return the stored factors ``a`` and ``g`` of a weight: a pair for each block of its rows with
-        separate inputs; KeyError if it has none.
-
-        A factor is (groups, `packing.packed_size`), or (groups, d) if only its diagonal is computed.
-        """
+        """Return the stored factors ``a`` and ``g`` of a weight: a pair for each block of its rows with separate
+        inputs; KeyError if it has none. A factor is (groups, `packing.packed_size`), or (groups, d) if only its
+        diagonal is computed."""
         sums = self._layers[name].layer.sums
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
 
@@ -125,10 +123,8 @@ def _layer_sums(layer: Layer) -> LayerSums:
 
 
 class Recorder:
-    """Collects the statistics of one planned module and sums them over the micro-batches of a training step.
-
-    A step ends with an optimizer's step, `take`, or a forward that finds no gradients after a backward.
-    """
+    """Collects the statistics of one planned module and sums them over the micro-batches of a training step. A step
+    ends with an optimizer's step, `take`, or a forward that finds no gradients after a backward."""
 
     def __init__(self, options: Kronecker) -> None:
         self.options = options
@@ -158,11 +154,8 @@ class Recorder:
         self._shards = shards or self._shards
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
-        """Begin a forward and return whether it computes statistics. If the training step has ended, begin
-        the next and drop the sums.
-
-        ``accumulating``: whether gradients of earlier micro-batches exist.
-        """
+        """Begin a forward and return whether it computes statistics. If the training step has ended, begin the next and
+        drop the sums. ``accumulating``: whether gradients of earlier micro-batches exist."""
         shards = [shard for ref in self._shards if (shard := ref()) is not None]
         accumulating = accumulating or any(shard.grad is not None for shard in shards)
         if self._ended or (self._backwards and not accumulating):
@@ -179,21 +172,15 @@ class Recorder:
             self._ended = True
 
     def listen(self, listener: Listener) -> None:
-        """Call a bound method, held weakly, with complete factors during each backward. It replaces the
-        method registered before.
-
-        It gets the factors of one backward that are complete since its last call, maybe none, and the
-        training step's number.
-        """
+        """Call a bound method, held weakly, with complete factors during each backward. It replaces the method
+        registered before. It gets the factors of one backward that are complete since its last call, maybe none, and
+        the training step's number."""
         self._listener = weakref.WeakMethod(listener)
 
     def sink(self, of: StatisticsStep | None) -> Sink:
-        """Return a function that takes the statistics of a backward's segment, by name, and whether the
-        segment is the last.
-
-        It reports complete factors to the listener, and adds all after the last segment; neither if another
-        training step has begun.
-        """
+        """Return a function that takes the statistics of a backward's segment, by name, and whether the segment is the
+        last. It reports complete factors to the listener, and adds all after the last segment; neither if another
+        training step has begun."""
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def receive(found: Mapping[str, Tensor | None], last: bool) -> None:
@@ -211,11 +198,8 @@ class Recorder:
         return receive
 
     def _report(self, of: StatisticsStep, found: Mapping[str, Tensor | None], reported: set[str]) -> None:
-        """Call the listener, if any, with the factors of layers that are newly complete in this backward, and
-        add their names to ``reported``.
-
-        ``found``: the statistics so far, by name; None where no gradient arrived.
-        """
+        """Call the listener, if any, with the factors of layers that are newly complete in this backward, and add their
+        names to ``reported``. ``found``: the statistics so far, by name; None where no gradient arrived."""
         listener = self._listener and self._listener()
         if not listener:
             return
@@ -278,11 +262,8 @@ class Recorder:
             self._add_apart(new, tensors)
 
     def _add_apart(self, new: Mapping[str, LayerSums], tensors: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch whose weights, or shared inputs, differ from those of earlier ones. Each weight
-        gets tensors of its own.
-
-        A weight that the micro-batches use as different matrices loses its statistics.
-        """
+        """Add a micro-batch whose weights, or shared inputs, differ from those of earlier ones. Each weight gets
+        tensors of its own. A weight that the micro-batches use as different matrices loses its statistics."""
         layers, summed = {}, {}
         for name in {**self._layers, **new}:
             parts = [

@@ -27,10 +27,8 @@ aten = torch.ops.aten
 
 @dataclass
 class SecondBackward:
-    """A copy of a step's backward for another gradient of one output, with zero for all other outputs.
-
-    Raises `ModelError` if a call that must be copied draws random numbers.
-    """
+    """A copy of a step's backward for another gradient of one output, with zero for all other outputs. Raises
+    `ModelError` if a call that must be copied draws random numbers."""
 
     step: CapturedStep
     """The captured step."""

@@ -36,14 +36,12 @@ LEAST_GAIN = 1.5
 
 @dataclass(frozen=True)
 class Term:
-    """One product from which the sums are computed: Σ_q x[q] x[q + shift]ᵀ over a box of positions q of the
-    input x."""
+    """One product from which the sums are computed: Σ_q x[q] x[q + shift]ᵀ over a box of positions q of the input x."""
 
     shift: tuple[int, ...]
     """Along each spatial dimension."""
     box: tuple[Interval, ...]
-    """For each spatial dimension, the interval of q (its end is excluded). Both q and q + shift are positions
-    of x."""
+    """For each spatial dimension, the interval of q (its end is excluded). Both q and q + shift are positions of x."""
     whole: bool
     """Whether the box has all such q."""
 
@@ -64,11 +62,8 @@ class Shifts:
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], tuple[tuple[Term, int], ...]]:
-        """The products, each with its sign, whose sum is the entry of Σ r rᵀ for two numbered kernel
-        positions, the first not above the second.
-
-        An entry has no products if one of the two positions is always in the padding.
-        """
+        """The products, each with its sign, whose sum is the entry of Σ r rᵀ for two numbered kernel positions, the
+        first not above the second. An entry has no products if one of the two positions is always in the padding."""
         positions = list(itertools.product(*map(range, self.read.kernel)))
         found = {}
         for (one, k), (other, to) in itertools.combinations_with_replacement(enumerate(positions), 2):
@@ -117,11 +112,8 @@ class Shifts:
         return max(1, most_bytes // (self.read.channels * math.prod(self.padded) * itemsize))
 
     def products(self, x: Tensor, into: dict[Term, Tensor]) -> None:
-        """Add the products of the input (batch, channels, *sizes) with its shifted copies to ``into``, in
-        place.
-
-        A product has the shape (groups, channels / groups, channels / groups).
-        """
+        """Add the products of the input (batch, channels, *sizes) with its shifted copies to ``into``, in place. A
+        product has the shape (groups, channels / groups, channels / groups)."""
         flat, steps = self._flat(x)
         for term in self.terms:
             if term.whole:
@@ -185,11 +177,8 @@ def _add_rows(out: Tensor, rows: Tensor, position: int, count: int, scale: float
 
 @functools.lru_cache(maxsize=1024)
 def shifts_of(read: Patches, itemsize: int, most_bytes: int) -> Shifts | None:
-    """Return how to sum a convolution's windows by shifted copies of its input, or None if that is impossible
-    or not estimated clearly faster.
-
-    ``most_bytes``: what the results of all products may have.
-    """
+    """Return how to sum a convolution's windows by shifted copies of its input, or None if that is impossible or not
+    estimated clearly faster. ``most_bytes``: what the results of all products may have."""
     channels, count = read.channels // read.groups, math.prod(read.kernel)
     if count == 1 or channels < LEAST_CHANNELS or max(*read.stride, *read.spread) > 1:
         return None

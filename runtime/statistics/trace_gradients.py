@@ -26,10 +26,8 @@ SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default,
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """A part of a parameter: some rows of its first dimension.
-
-    ``start``: the first row. ``size``: the number of rows.
-    """
+    """A part of a parameter: some rows of its first dimension. ``start``: the first row. ``size``: the number of
+    rows."""
 
     start: int
     size: int
@@ -59,12 +57,9 @@ class NoRow(Exception):
 def summands(
     step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]
 ) -> list[Summand[Found]]:
-    """Return the summands of a gradient in the order of their calls, found backwards through additions,
-    copies, views, sums and `REGIONS`.
-
-    ``terminal`` returns what describes a call's result as a summand, or None to follow it further. Raises
-    `NoRow`.
-    """
+    """Return the summands of a gradient in the order of their calls, found backwards through additions, copies, views,
+    sums and `REGIONS`. ``terminal`` returns what describes a call's result as a summand, or None to follow it further.
+    Raises `NoRow`."""
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Summand[Found]]] = []
     open_: list[tuple[str, Chain, RowRange | None]] = [(value, (), None)]
@@ -175,12 +170,9 @@ class _Part:
 
 
 def mapped(product: Product, chain: Chain) -> Placement:
-    """Return which dimensions of a gradient are rows, columns and groups of the product's matrix, after the
-    views and sums of ``chain``.
-
-    Raises `NoRow` if the gradient is not that matrix, reshaped, permuted, and perhaps summed over its batch
-    dimension.
-    """
+    """Return which dimensions of a gradient are rows, columns and groups of the product's matrix, after the views and
+    sums of ``chain``. Raises `NoRow` if the gradient is not that matrix, reshaped, permuted, and perhaps summed over
+    its batch dimension."""
     why = f"its gradient is not that of a matrix at {product.call.name}"
     try:
         result, summed = _replayed(product, chain)
@@ -247,11 +239,9 @@ def _made_shape(product: Product) -> tuple[int, ...]:
 
 
 def _parts(shape: Any, strides: Any, axes: list[tuple[int, int]], summed: bool) -> list[_Part] | None:
-    """Divide dimensions of a gradient into parts, each along one dimension of the product; None if some
-    dimension cannot be divided so.
-
-    Parts of size 1 are left out. ``axes``: size and stride of each dimension of the product's result.
-    """
+    """Divide dimensions of a gradient into parts, each along one dimension of the product; None if some dimension
+    cannot be divided so. Parts of size 1 are left out. ``axes``: size and stride of each dimension of the product's
+    result."""
     # A dimension of size 48 and stride 1, of a product (8, 6), is 6 entries of its dimension 1 within 8 of dimension 0.
     found: list[_Part] = []
     for size, stride in zip(shape, strides, strict=True):

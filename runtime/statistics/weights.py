@@ -185,11 +185,8 @@ class Weights:
     def _of_regions(
         self, name: str, value: str, regions: dict[RowRange, list[Use]], parts: tuple[str, ...]
     ) -> Weight:
-        """Return a weight whose ranges of rows are multiplied with different inputs, like the packed
-        projections of an attention.
-
-        Raises `NoRow` if the ranges overlap, leave out rows, or are viewed as different matrices.
-        """
+        """Return a weight whose ranges of rows are multiplied with different inputs, like the packed projections of an
+        attention. Raises `NoRow` if the ranges overlap, leave out rows, or are viewed as different matrices."""
         rows = self.step.values[value].fake.shape[0]
         own = sorted(regions, key=lambda r: r.start)
         end = 0
@@ -322,10 +319,8 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
 
 
 def _below_rows(placement: Placement, region: RowRange) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return ``split`` and ``order`` of one row of a range of a weight's rows, as in `Factors`.
-
-    None if the range has several groups or its first dimension is not that of the matrix's rows.
-    """
+    """Return ``split`` and ``order`` of one row of a range of a weight's rows, as in `Factors`. None if the range has
+    several groups or its first dimension is not that of the matrix's rows."""
     if placement.groups > 1:
         return None
     if region.size == 1:

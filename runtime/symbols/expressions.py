@@ -26,8 +26,7 @@ WHOLE = frozenset(
         *("And", "Or", "Not", "BooleanTrue", "BooleanFalse", "IsNonOverlappingAndDenseIndicator"),
     }
 )
-"""The names of the classes of which an expression may consist: they are exact on integers and truth
-values."""
+"""The names of the classes of which an expression may consist: they are exact on integers and truth values."""
 PRINTER = PythonPrinter()
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -39,10 +38,8 @@ class NotSymbolic(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class OpenSize:
-    """A size of a captured step that is an expression of the batch's sizes.
-
-    ``at``: the position of the expression in an `ExpressionTable`.
-    """
+    """A size of a captured step that is an expression of the batch's sizes. ``at``: the position of the expression in
+    an `ExpressionTable`."""
 
     at: int
 

@@ -48,10 +48,7 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
 
 def _same(step: CapturedStep, call: Call) -> Value | None:
     """Return the argument that can replace a call's result, for a whole-dimension slice in an index or its backward;
-    else None.
-
-    Raises `NotSymbolic` if the backward's result has another layout.
-    """
+    else None. Raises `NotSymbolic` if the backward's result has another layout."""
     if not call.indexed or call.target not in (SLICE, SLICE_BACKWARD):
         return None
     result, argument = step.values[str(call.results[0])], step.values[call.args[0].value]

@@ -82,9 +82,7 @@ class BatchSymbols:
 
     def begin(self, mode: FakeTensorMode, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return fake tensors for the batch and its ``counts``, with symbols for ``varying`` sizes except 0 and 1.
-
-        Raises `NotSymbolic` for a tensor that is not plain and dense.
-        """
+        Raises `NotSymbolic` for a tensor that is not plain and dense."""
         from rematplan.runtime.graph.compat import LocalSource  # loads TorchDynamo
 
         self.inputs = len(batch)
@@ -174,11 +172,8 @@ def with_counts(batch: Sequence[torch.Tensor], counts: Sequence[int]) -> list[to
 
 
 class SizeGuard:
-    """A compiled condition on the sizes and strides of a batch, under which one captured step is valid for the
-    batch.
-
-    ``code``: a Python expression of ``L``, the batch's tensors by the names ``t0``, ``t1`` ….
-    """
+    """A compiled condition on the sizes and strides of a batch, under which one captured step is valid for the batch.
+    ``code``: a Python expression of ``L``, the batch's tensors by the names ``t0``, ``t1`` …."""
 
     def __init__(self, code: str) -> None:
         self.code = code

@@ -89,11 +89,9 @@ class OpenStep:
 
     @staticmethod
     def of_graph(step: CapturedStep, table: ExpressionTable) -> OpenStep:
-        """Make a symbolic step from the joint graph of another compiler, such as torch.compile, which guards the
-        sizes itself.
-
-        It has no ``places``: call ``expressions`` with the compiler's sizes, then `at_sizes`, instead of `sizes`.
-        """
+        """Make a symbolic step from the joint graph of another compiler, such as torch.compile, which guards the sizes
+        itself. It has no ``places``: call ``expressions`` with the compiler's sizes, then `at_sizes`, instead of
+        `sizes`."""
         values, memories = _opened(step, table)
         always, none = SizeGuard("True"), ()
         parts = (step.inputs, step.outputs, step.calls, values, memories, step.constants)
@@ -108,11 +106,8 @@ class OpenStep:
         return found
 
     def at(self, batch: Sequence[torch.Tensor], sizes: Sequence[int]) -> CapturedStep:
-        """Return the captured step with integer sizes, tracked if they come from expressions, as a trace of this
-        batch would give it.
-
-        Inputs have the storages and offsets of the batch, which may be larger than its tensors.
-        """
+        """Return the captured step with integer sizes, tracked if they come from expressions, as a trace of this batch
+        would give it. Inputs have the storages and offsets of the batch, which may be larger than its tensors."""
         base = self.bases(batch)
         nbytes = {memory: tensor.untyped_storage().nbytes() for memory, tensor in base.items()}
         offsets = {memory: int(tensor.storage_offset()) for memory, tensor in base.items()}
@@ -222,10 +217,8 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 
 class _Fakes:
-    """Makes fake tensors with integer sizes, which share a storage if they have one `OpenValue.memory`.
-
-    ``nbytes``: of each memory. ``offsets``: of memories whose tensors do not begin at 0, in elements.
-    """
+    """Makes fake tensors with integer sizes, which share a storage if they have one `OpenValue.memory`. ``nbytes``: of
+    each memory. ``offsets``: of memories whose tensors do not begin at 0, in elements."""
 
     def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
         self.nbytes, self.offsets = nbytes, offsets

@@ -59,12 +59,9 @@ _VALID = Assertion(
 
 
 class Checks(TorchDispatchMode):
-    """Replaces, inside the block, assertion ops by variants that return an empty tensor, so that a tracer keeps
-    them.
-
-    A boolean that is unknown in the trace gets the outcome of ``finite`` or ``assertions``, with an op that asserts
-    it; else the tracer's error is raised.
-    """
+    """Replaces, inside the block, assertion ops by variants that return an empty tensor, so that a tracer keeps them. A
+    boolean that is unknown in the trace gets the outcome of ``finite`` or ``assertions``, with an op that asserts it;
+    else the tracer's error is raised."""
 
     supports_higher_order_operators = True  # they are not changed
 

@@ -20,11 +20,8 @@ Kind = type[Function]
 
 @contextmanager
 def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
-    """Tell of each run of a Function that is not PyTorch's own, if its forward runs in this thread.
-
-    ``watch``: gets the class for each call, and returns what makes a context for each run, of the forward, then the
-    backward.
-    """
+    """Tell of each run of a Function that is not PyTorch's own, if its forward runs in this thread. ``watch``: gets the
+    class for each call, and returns what makes a context for each run, of the forward, then the backward."""
     thread = get_ident()
     contexts: dict[
         int, tuple[Any, EachRun]
@@ -64,10 +61,7 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
 @contextmanager
 def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
     """Differentiate these classes' forwards by autograd, inside the block and in this thread, also where they enter
-    ``no_grad``.
-
-    If ``kind.apply`` was taken before, its graph is differentiated apart in its backward.
-    """
+    ``no_grad``. If ``kind.apply`` was taken before, its graph is differentiated apart in its backward."""
     thread, no_grad, applied = get_ident(), torch.no_grad, vars(Function)["apply"]
     forwards = {kind: (kind.forward, _has_set_up(kind.setup_context)) for kind in kinds}
     codes = {forward.__code__ for forward, _ in forwards.values() if hasattr(forward, "__code__")}

@@ -38,10 +38,8 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def watched_checkpoints(watch: Callable[[str, tuple[Any, ...]], EachRun]) -> Iterator[None]:
-    """Tell of each run of a checkpoint's function in this thread.
-
-    ``watch``: gets the kind and a reentrant one's arguments, and returns what makes a context for each run.
-    """
+    """Tell of each run of a checkpoint's function in this thread. ``watch``: gets the kind and a reentrant one's
+    arguments, and returns what makes a context for each run."""
 
     def told(function: Callable[..., Any], each_run: EachRun) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -22,10 +22,8 @@ NONE, MEAN = 0, 1
 def _prod_backward(
     gradient: torch.Tensor, x: torch.Tensor, product: torch.Tensor, dim: int | None
 ) -> torch.Tensor:
-    """Return the gradient of a product with respect to ``x``, by eager mode's formula for its number of zeros.
-
-    ``dim``: along which the product was taken, kept with size 1; None for all elements.
-    """
+    """Return the gradient of a product with respect to ``x``, by eager mode's formula for its number of zeros. ``dim``:
+    along which the product was taken, kept with size 1; None for all elements."""
     zeros, result = int((x == 0).sum()), torch.empty_like(x)
     if not zeros:
         return result.copy_(gradient * (product / x).conj())

@@ -191,10 +191,8 @@ def _resizing_of(op: OpOverload) -> Callable[..., Any]:
 
 @contextmanager
 def native_kernels(open_sizes: bool = False) -> Iterator[None]:
-    """Make a trace inside the block record the ops that eager mode runs.
-
-    ``open_sizes``: whether sizes are symbols, which interpolations in C++ refuse, so that Python code runs them.
-    """
+    """Make a trace inside the block record the ops that eager mode runs. ``open_sizes``: whether sizes are symbols,
+    which interpolations in C++ refuse, so that Python code runs them."""
     dropout, cudnn = ATEN.dropout.default, ATEN.cudnn_batch_norm.default
     pad, matmul = ATEN._pad_packed_sequence.default, ATEN.matmul.default
     kernels: _Kernels = {

@@ -80,16 +80,14 @@ def aten_op(name: str) -> Any:
 
 
 UNSURE = frozenset(map(aten_op, _NAMES))
-"""Ops whose fakes were found to have other strides than the kernel's results, if an argument is not
-contiguous."""
+"""Ops whose fakes were found to have other strides than the kernel's results, if an argument is not contiguous."""
 NORMS = frozenset(
     aten_op(name) for name in (*_NAMES, "native_group_norm", "native_group_norm_backward") if "norm" in name
 )
 """Ops whose fakes on a CPU have other types than the kernel's results, if the input has another type than the
 weight, as under autocast: the kernel keeps the mean and the deviation in the weight's type."""
 REFUSED = frozenset(map(aten_op, ("_ctc_loss", "_grouped_mm", *(f"upsample_nearest{n}d" for n in (1, 2, 3)))))
-"""Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given
-numbers."""
+"""Ops whose fakes refuse types that the kernels accept, or do not know shapes that follow from given numbers."""
 _OF_ONES = (
     "_log_softmax",
     "_prelu_kernel",
@@ -173,10 +171,8 @@ def distrust(ops: Collection[Any]) -> None:
 
 
 def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
-    """Return whether an op's fakes may have other strides than the kernel's results.
-
-    ``plain``: all arguments are contiguous. ``ones``: a result has a size of 1, with an arbitrary stride.
-    """
+    """Return whether an op's fakes may have other strides than the kernel's results. ``plain``: all arguments are
+    contiguous. ``ones``: a result has a size of 1, with an arbitrary stride."""
     if op in DISTRUSTED or plain:
         return op in DISTRUSTED
     return op in UNSURE or (ones and (op in UNSURE_OF_ONES or is_pointwise(op)))
@@ -184,10 +180,8 @@ def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
 
 class TrueLayouts(FakeTensorMode):
     """A fake mode whose results have the kernels' strides and types, found by running doubtful ops on real tensors.
-
     With ``symbols``, an op runs at the traced sizes and decides the order of dimensions; `check_layouts` checks
-    others.
-    """
+    others."""
 
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=symbols.shapes if symbols else None)

@@ -83,11 +83,8 @@ tensor: the op's first argument, and with `mul`, on CPUs, a contiguous one."""
 
 class InPlaceLayouts(TorchDispatchMode):
     """Makes a trace keep, inside the block, the strides of tensors that are changed in place or drawn, as eager mode
-    does.
-
-    Raises `ModelError` if the forward writes into a constant, or into windows (``unfold``) that overlap or leave
-    gaps.
-    """
+    does. Raises `ModelError` if the forward writes into a constant, or into windows (``unfold``) that overlap or leave
+    gaps."""
 
     supports_higher_order_operators = True  # they are not changed
 

@@ -112,8 +112,7 @@ class _Reading:
         return every
 
     def _tritons(self, name: str, address: _Names, every: _Names) -> _Names:
-        """Note what a function or method of Triton writes. ``address``: the parameters of what it would write
-        to."""
+        """Note what a function or method of Triton writes. ``address``: the parameters of what it would write to."""
         if name in STORES:
             self.found |= address
         elif name in OPAQUE:

@@ -36,8 +36,7 @@ PYTORCHS = frozenset(
 
 @contextmanager
 def written_tensors_recorded() -> Iterator[None]:
-    """Record, inside the block and in this thread, launches of Triton's kernels and ops that write into
-    arguments."""
+    """Record, inside the block and in this thread, launches of Triton's kernels and ops that write into arguments."""
     with ExitStack() as stack:
         stack.enter_context(_Ops())
         jit = sys.modules.get("triton.runtime.jit")  # without it, nothing launches a kernel
@@ -116,9 +115,7 @@ def _recorded(
     changed: Collection[str],
 ) -> Any:
     """Record a call, put the new contents into the tensors that it writes, and return what the function returns.
-
-    ``names``: of the parameters. ``changed``: of those in which it may write.
-    """
+    ``names``: of the parameters. ``changed``: of those in which it may write."""
     tensors: list[torch.Tensor] = []
     written: set[int] = set()
 

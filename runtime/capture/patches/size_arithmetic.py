@@ -24,11 +24,8 @@ the evaluation of a condition does."""
 
 @contextmanager
 def sizes_computed_once() -> Iterator[None]:
-    """Inside the block and in this thread, compute each of `OPERATIONS` on sizes once for each pair of expressions
-    and tracer.
-
-    Whether an expression is a number is also found once, for all threads.
-    """
+    """Inside the block and in this thread, compute each of `OPERATIONS` on sizes once for each pair of expressions and
+    tracer. Whether an expression is a number is also found once, for all threads."""
     tracing = get_ident()
 
     def kept(name: str) -> Any:

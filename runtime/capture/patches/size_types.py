@@ -30,12 +30,9 @@ _OPERANDS = ("LOAD_", "BUILD_", "PRECALL", "CALL", "PUSH_NULL")
 
 @contextmanager
 def sizes_have_plain_types(model: nn.Module) -> Iterator[None]:
-    """Inside the block, let ``isinstance`` answer for a symbolic size as for a number, and ``len`` of a tensor
-    return a symbol.
-
-    This holds in this thread and the model's packages, by global variables. Raises `NotSymbolic` if code compares
-    types.
-    """
+    """Inside the block, let ``isinstance`` answer for a symbolic size as for a number, and ``len`` of a tensor return a
+    symbol. This holds in this thread and the model's packages, by global variables. Raises `NotSymbolic` if code
+    compares types."""
     modules, tracing = tuple(model.modules()), get_ident()
     own = packages_of(modules)
     functions = tuple(_functions(modules, own))

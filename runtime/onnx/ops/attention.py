@@ -29,13 +29,9 @@ def attention(
     past_value: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run ONNX Attention on q, k and v of shape (batch, heads, steps, size) or (batch, steps, heads·size).
-
-    Returns the result, keys and values with past ones, and the scores unless fused attention runs. Raises
-    `ModelError` if heads do not divide flat features.
-
-    ``lengths``: how many keys of each batch entry are no padding.
-    """
+    """Run ONNX Attention on q, k and v of shape (batch, heads, steps, size) or (batch, steps, heads·size). Returns the
+    result, keys and values with past ones, and the scores unless fused attention runs. Raises `ModelError` if heads do
+    not divide flat features. ``lengths``: how many keys of each batch entry are no padding."""
     flat = q.dim() == 3
     if flat:
         kv = integer(node, "kv_num_heads", 0)
@@ -81,11 +77,8 @@ def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
 def _bias(
     node: Node, q: Tensor, k: Tensor, mask: Tensor | None, past: int, lengths: Tensor | None
 ) -> Tensor | None:
-    """Return what is added to the attention scores, −∞ where a query may not attend to a key; None if nothing is
-    added.
-
-    ``past``: the number of cached keys. ``lengths``: how many keys of each batch entry are no padding, or None.
-    """
+    """Return what is added to the attention scores, −∞ where a query may not attend to a key; None if nothing is added.
+    ``past``: the number of cached keys. ``lengths``: how many keys of each batch entry are no padding, or None."""
     bias = None if mask is None else _additive(mask, q, k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
     columns = torch.arange(k.shape[2], device=q.device).unsqueeze(0)

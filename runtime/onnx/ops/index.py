@@ -86,11 +86,8 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
 
 @ROWS.add("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Run ONNX TensorScatter: return a copy of ``cache`` with ``update`` along ``axis`` from each batch entry's
-    start, 0 for None.
-
-    In the ``mode`` circular, positions after the end continue at 0.
-    """
+    """Run ONNX TensorScatter: return a copy of ``cache`` with ``update`` along ``axis`` from each batch entry's start,
+    0 for None. In the ``mode`` circular, positions after the end continue at 0."""
     axis = integer(node, "axis", -2) % cache.dim()
     places = torch.arange(update.shape[axis], device=cache.device).unsqueeze(0)
     if starts is not None:
@@ -108,10 +105,7 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` at positions along ``axis``, combined by
-    ``reduction``.
-
-    Known indices of a slice are written with ``slice_scatter`` if there is no reduction.
-    """
+    ``reduction``. Known indices of a slice are written with ``slice_scatter`` if there is no reduction."""
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
         at = _written_slice(indices, axis, x.shape) if how == "none" else None
@@ -147,11 +141,8 @@ def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by
-    ``reduction``.
-
-    Known indices of a slice are written with ``slice_scatter`` if there is no reduction.
-    """
+    """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by ``reduction``.
+    Known indices of a slice are written with ``slice_scatter`` if there is no reduction."""
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
         at = picked_slice(list(indices.reshape(-1, depth).T), x.shape) if indices.size else None

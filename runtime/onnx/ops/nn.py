@@ -151,11 +151,8 @@ def _trained_batch_norm(
 
 @ROWS.add("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization on X, scale, shift, running mean and variance.
-
-    If ``training_mode`` is set, return X normalised by the batch with new running statistics; else X normalised by
-    the running ones.
-    """
+    """Run ONNX BatchNormalization on X, scale, shift, running mean and variance. If ``training_mode`` is set, return X
+    normalised by the batch with new running statistics; else X normalised by the running ones."""
     return (
         _trained_batch_norm(node, *inputs)
         if integer(node, "training_mode", 0)
@@ -165,11 +162,9 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets 7 to 13 on X, scale, shift, running mean and variance.
-
-    A node with one output normalises by the running statistics, others by the batch, and return new and batch
-    statistics as requested.
-    """
+    """Run ONNX BatchNormalization of opsets 7 to 13 on X, scale, shift, running mean and variance. A node with one
+    output normalises by the running statistics, others by the batch, and return new and batch statistics as
+    requested."""
     if len(node.outputs) == 1:
         return _batch_norm(node, *inputs)
     return _with_saved(node, *inputs)

@@ -90,10 +90,7 @@ def max_pool(node: Node, x: Tensor) -> Any:
 
 def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before: tuple[int, ...]) -> Tensor:
     """Convert torch's positions of maxima, within a padded channel, to ONNX's in the flattened ``x``, by the node's
-    ``storage_order``.
-
-    ``before``: the padding of ``padded`` before each spatial axis.
-    """
+    ``storage_order``. ``before``: the padding of ``padded`` before each spatial axis."""
     sizes, coordinates, rest = padded.shape[2:], [], places
     for size, shift in zip(reversed(sizes), reversed(before), strict=True):
         coordinates.append(rest % size - shift)

@@ -44,10 +44,7 @@ def _quantisable(node: Node) -> None:
 @ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the type of ``zero``, or of ``output_dtype``
-    (default uint8).
-
-    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it.
-    """
+    (default uint8). ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it."""
     whole, dtype = _rounded(node, x, scale, zero, integer(node, "output_dtype", 0))
     ends = torch.iinfo(dtype)
     return whole.clamp(ends.min, ends.max).to(dtype)
@@ -74,9 +71,7 @@ def _rounded(
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run ONNX DequantizeLinear: ``(x − zero) · scale`` in the type ``output_dtype``, by default that of the scale.
-
-    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it.
-    """
+    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it."""
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
         raise refuse(node, f"quantisation to {str(x.dtype).removeprefix('torch.')} is not supported")
@@ -88,11 +83,8 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
 
 @ROWS.add("FakeQuantize", 1)
 def fake_quantize(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """Run QuantizeLinear and DequantizeLinear. The gradient passes unchanged where ``x`` is in the integers' range,
-    and is 0 outside.
-
-    The attribute ``quantised`` is the integers' type without a zero point, ``clip`` a narrower range.
-    """
+    """Run QuantizeLinear and DequantizeLinear. The gradient passes unchanged where ``x`` is in the integers' range, and
+    is 0 outside. The attribute ``quantised`` is the integers' type without a zero point, ``clip`` a narrower range."""
     rounded, dtype = _rounded(node, x.detach(), scale, zero, integer(node, "quantised", 0))
     ends, (low, high) = torch.iinfo(dtype), ints(node, "clip") or INT32
     whole = rounded.clamp(max(low, ends.min), min(high, ends.max))
@@ -119,10 +111,8 @@ class _StraightThrough(torch.autograd.Function):
 
 @ROWS.add("DynamicQuantizeLinear", 11)
 def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ONNX DynamicQuantizeLinear: quantise to uint8 over the range of the input, extended to include zero.
-
-    Return the bytes, the scale and the zero point.
-    """
+    """Run ONNX DynamicQuantizeLinear: quantise to uint8 over the range of the input, extended to include zero. Return
+    the bytes, the scale and the zero point."""
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (high - low) / 255
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -53,9 +53,7 @@ class Kind:
     """The names of the default activations."""
     step: Callable[[Node, Sequence[Activation], Tensor, State, CellWeights], State]
     """Computes one time step: ``step(node, activations, projected, state, weights)`` returns the next state.
-
-    ``projected`` is X·Wᵀ plus its bias at that time step, (batch, gates·hidden).
-    """
+    ``projected`` is X·Wᵀ plus its bias at that time step, (batch, gates·hidden)."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,7 @@ def _rnn_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w:
 
 def _gru_step(node: Node, act: Sequence[Activation], x: Tensor, state: State, w: CellWeights) -> State:
     """Return the next state of a GRU, with gates z, r, h and ``x`` = X·Wᵀ plus its bias, (batch, 3·hidden).
-
-    ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before it.
-    """
+    ``linear_before_reset`` decides whether r multiplies the state's product with R, or the state before it."""
     (h,), n = state, w.r.shape[1]
     if integer(node, "linear_before_reset", 0):
         hidden = F.linear(h, w.r, w.bias)
@@ -210,10 +206,7 @@ def _unrolled(
     lengths: Tensor | None,
 ) -> tuple[Tensor, State]:
     """Return the hidden states of all steps of one direction, zero after each sequence's end, and the state at that
-    end.
-
-    ``lengths``: the steps of each sequence; None if all have all.
-    """
+    end. ``lengths``: the steps of each sequence; None if all have all."""
     outputs = []
     for t, x in enumerate(projected.unbind(0)):
         new = kind.step(node, act, x, state, weights)
@@ -242,28 +235,20 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
 
 @ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX RNN: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b). Inputs: X, W, R, B, lengths, initial H; absent ones None or
-    missing.
-
-    Returns H of all steps, (steps, directions, batch, hidden), and the last H.
-    """
+    """Run ONNX RNN: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b). Inputs: X, W, R, B, lengths, initial H; absent ones None or missing.
+    Returns H of all steps, (steps, directions, batch, hidden), and the last H."""
     return _run(node, RNN, inputs)
 
 
 @ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Run ONNX GRU, step by step. Inputs: X, W, R, B, lengths, initial H; absent ones are None or missing.
-
-    Returns H of all steps, (steps, directions, batch, hidden), and the last H.
-    """
+    """Run ONNX GRU, step by step. Inputs: X, W, R, B, lengths, initial H; absent ones are None or missing. Returns H of
+    all steps, (steps, directions, batch, hidden), and the last H."""
     return _run(node, GRU, inputs)
 
 
 @ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX LSTM, step by step. Inputs: X, W, R, B, lengths, initial H and C, peepholes; absent ones are None or
-    missing.
-
-    Returns H of all steps, (steps, directions, batch, hidden), the last H and the last C.
-    """
+    missing. Returns H of all steps, (steps, directions, batch, hidden), the last H and the last C."""
     return _run(node, LSTM, inputs)

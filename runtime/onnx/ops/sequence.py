@@ -33,8 +33,7 @@ def sequence_construct(node: Node, *values: Value) -> list[Value]:
 @ROWS.add("SequenceInsert", 11, raw=True)
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
     """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``. If ``at`` is None,
-    ``value`` is appended.
-    """
+    ``value`` is appended."""
     place = len(items) if at is None else _place(node, at, len(items), end=True)
     return [*items[:place], value, *items[place:]]
 
@@ -42,8 +41,7 @@ def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = No
 @ROWS.add("SequenceErase", 11, raw=True)
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
     """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``. If ``at`` is None, the
-    last element is left out.
-    """
+    last element is left out."""
     place = _place(node, np.asarray(-1) if at is None else at, len(items))
     return [*items[:place], *items[place + 1 :]]
 
@@ -76,11 +74,8 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
-    """Run ONNX SplitToSequence: split ``value`` along ``axis`` into parts of the sizes in a list, or of one size,
-    the last maybe smaller.
-
-    With None the parts have size 1, and lose the axis if ``keepdims`` is 0.
-    """
+    """Run ONNX SplitToSequence: split ``value`` along ``axis`` into parts of the sizes in a list, or of one size, the
+    last maybe smaller. With None the parts have size 1, and lose the axis if ``keepdims`` is 0."""
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
     if sizes is None:

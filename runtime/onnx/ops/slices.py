@@ -51,10 +51,8 @@ def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
 def slice_(
     node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
 ) -> Tensor:
-    """Run ONNX Slice: slice ``x`` along ``axes`` as NumPy does; a negative step runs backwards.
-
-    ``axes``: None for the first axes. ``steps``: None for 1.
-    """
+    """Run ONNX Slice: slice ``x`` along ``axes`` as NumPy does; a negative step runs backwards. ``axes``: None for the
+    first axes. ``steps``: None for 1."""
     first, last = known_ints(starts) or (), known_ints(ends) or ()
     along = known_ints(axes) or tuple(range(len(first)))
     stride = known_ints(steps) or (1,) * len(first)
@@ -92,11 +90,8 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
 
 @ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
-    """Run ONNX Pad before and after each of ``axes`` (None: all); negative padding crops. The constant is ``value``,
-    or 0 for None.
-
-    ``pads``: the padding before all axes, then after all axes.
-    """
+    """Run ONNX Pad before and after each of ``axes`` (None: all); negative padding crops. The constant is ``value``, or
+    0 for None. ``pads``: the padding before all axes, then after all axes."""
     mode, rank = text(node, "mode", "constant"), x.dim()
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
     along = [a % rank for a in (range(rank) if axes is None else known_ints(axes) or ())]

@@ -53,10 +53,8 @@ def rotary_embedding(
     node: Node, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
     """Run ONNX RotaryEmbedding on ``x`` (batch, heads, steps, size) or (batch, steps, heads·size): rotate pairs of
-    features by position.
-
-    ``cos``, ``sin``: (positions, pairs), or (batch, steps, pairs) without ``positions`` (batch, steps).
-    """
+    features by position. ``cos``, ``sin``: (positions, pairs), or (batch, steps, pairs) without ``positions`` (batch,
+    steps)."""
     heads = x.transpose(1, 2) if x.dim() == 4 else x.reshape(*x.shape[:2], integer(node, "num_heads", 1), -1)
     # Features after the first ``width`` of each head are not rotated.
     width = integer(node, "rotary_embedding_dim", 0) or heads.shape[3]

@@ -40,12 +40,9 @@ def linear_attention(
     decay: Tensor | None = None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ONNX LinearAttention: update each head's state (key size × value size) step by step, and multiply it by
-    the query.
-
-    Returns the result (batch, steps, features) and the last state. Raises `ModelError` if the rule or the numbers of
-    heads do not fit.
-    """
+    """Run ONNX LinearAttention: update each head's state (key size × value size) step by step, and multiply it by the
+    query. Returns the result (batch, steps, features) and the last state. Raises `ModelError` if the rule or the
+    numbers of heads do not fit."""
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
     if rule not in RULES or RULES[rule] != (decay is not None, beta is not None):
@@ -84,10 +81,8 @@ def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run ONNX CausalConvWithState: convolve each channel of (N, C, steps) with the present and earlier steps; a
-    ``past`` of None is zeros.
-
-    Returns the result and the last kernel − 1 steps. Raises `ModelError` for an unknown activation.
-    """
+    ``past`` of None is zeros. Returns the result and the last kernel − 1 steps. Raises `ModelError` for an unknown
+    activation."""
     activation, back = text(node, "activation", "none"), weight.shape[2] - 1
     if activation not in ("none", "silu", "swish"):
         raise refuse(node, f"the activation {activation!r} is not supported")
