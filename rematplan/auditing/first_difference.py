@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -265,11 +266,9 @@ def _key(run: OpRun) -> tuple[str, str]:
 def _pairs(region: Region) -> Iterator[tuple[OpRun, OpRun]]:
     """Yield pairs of a run of the forward and of the recomputation, without runs that the recomputation left out. A run
     without its like in the forward is paired with the next one there."""
-    places: Mapping[tuple[str, str], list[int]] = {}
-    places = {
-        key: [i for i, run in enumerate(region.first) if _key(run) == key]
-        for key in set(map(_key, region.first))
-    }
+    places = defaultdict[tuple[str, str], list[int]](list)
+    for i, run in enumerate(region.first):
+        places[_key(run)].append(i)
     at = 0
     for again in region.again:
         found = next((i for i in places.get(_key(again), ()) if i >= at), None)

@@ -131,7 +131,7 @@ def stage_modules(
     owners = _owners(graph, places)
     _check_shared(owners, tensors, _changed(graph))
     _check_views(graph, owners)
-    values = dict(zip(_placeholders(graph), (*args, *kwargs.values()), strict=True))
+    values = dict(zip(graph.find_nodes(op="placeholder"), (*args, *kwargs.values()), strict=True))
     needs = _needing_gradients(graph, tensors, values)
     results = list(graph.output_node().all_input_nodes)  # a tensor that is returned twice is here once
     carried = [list(values), *(_carried(graph, place, values) for place in places[1:]), results]
@@ -157,10 +157,6 @@ def _tensors(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Tensor]:
     read = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     assert graph.owning_module is not None
     return named | {name: attrgetter(name)(graph.owning_module) for name in read if name not in named}
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _ops(graph: fx.Graph) -> list[fx.Node]:

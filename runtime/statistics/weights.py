@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -268,7 +268,7 @@ class Weights:
                     if free and (same or not by_module) and self._belongs(weight, own_keys):
                         bias_of[weight.name] = name
         for weight in found:
-            yield _biased(weight, bias_of.get(weight.name))
+            yield replace(weight, bias=bias_of.get(weight.name))
 
     def _bias_key(self, call: Call, index: int) -> BiasKey | None:
         """Return what identifies the sum that is result ``index`` of a call; None if it cannot be a bias's gradient."""
@@ -307,10 +307,6 @@ class Weights:
 def _uses(weight: Weight) -> Iterator[Use]:
     for block in weight.blocks:
         yield from block.uses
-
-
-def _biased(weight: Weight, bias: str | None) -> Weight:
-    return Weight(weight.name, weight.blocks, weight.split, weight.order, weight.groups, bias, weight.parts)
 
 
 def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[int]) -> BiasKey:
