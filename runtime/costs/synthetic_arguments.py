@@ -19,6 +19,9 @@ SPREAD = {ATEN.embedding_dense_backward.default: (1, 2), ATEN._embedding_bag_bac
 """Ops that need more memory the more different indices they get. For each, two positions in its arguments: of the
 indices, and of the number that all indices are below."""
 
+CHECKS = ("rematplan.check_condition.default", "rematplan.check_outcome.default")
+"""Ops that raise an error unless their first argument equals their second one, or the last number in it."""
+
 
 class SyntheticArguments:
     """Makes arguments on which a call of a captured step can be measured without running the step. Strides and storage
@@ -43,6 +46,9 @@ class SyntheticArguments:
             return made[name]
 
         args = substitute(call.args, value_of)
+        if str(call.target) in CHECKS:
+            wanted = torch.as_tensor(args[1]).flatten()[-1]
+            args = (torch.full_like(args[0], bool(wanted)), *args[1:])
         if call.target in SPREAD:
             args = self._spread(call, args, *SPREAD[call.target])
         if call.target is ATEN.index_put.default:

@@ -211,6 +211,27 @@ def test_masks_are_profiled_with_as_many_marks_as_they_have() -> None:
     assert planned(torch.randn(4, 6, 4), marks).shape == (5, 8)
 
 
+class Asserting(nn.Module):
+    """Checks activations in ways that have either outcome."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = x.aminmax()
+        if low > high:
+            raise AssertionError("the range is empty")
+        if not (x < 1e9).all():
+            raise TypeError("too large")
+        return x.nan_to_num() if x.isnan().any() else x * 2
+
+
+def test_checks_are_profiled_with_the_outcomes_that_they_expect() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Asserting()), torch.randn(8, 4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*cannot be profiled")
+        planned = rematplan.plan_module(model, (x,), budget="200%", refine=False)
+    assert sum("check_" in line for line in rematplan.planning(planned).source.splitlines()) >= 3
+    assert torch.equal(planned(x), model(x))
+
+
 def test_costs_are_measured_while_somebody_profiles(tmp_path: Path) -> None:
     x = torch.randn(4, 3, 9, 9)
     step = capture(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Softmax(1)), (x,), "convolution")
