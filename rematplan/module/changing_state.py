@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, NotCaptured
 from rematplan.module.model_errors import eager_forwards
 from rematplan.runtime.graph.compat import disable_current_modes
+from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.snapshots import UNSET, kept, same
 
 _ABSENT = ("absent",)
+STATE = "rematplan_state"
+"""The name of the further argument of a forward that gets attributes with tensors: a dictionary of them by place."""
 MOST_STATES = 8
 """The largest number of states that a forward may go through before it returns to one of them."""
+
+Place = tuple[str, str]
+"""The name of a submodule, and the path of attributes from it to a value."""
+
+
+class MovingTensors(NotCaptured):
+    """A forward that computes with tensors which it replaces in each call. ``places``: the attributes that have
+    them."""
+
+    def __init__(self, message: str, places: frozenset[Place]) -> None:
+        super().__init__(message)
+        self.places = places
 
 
 def check_state_returns(
@@ -30,7 +47,8 @@ def check_state_returns(
     """Refuse, by `ModelError`, a forward that computes with state it changes, unless the state repeats within
     `MOST_STATES` calls. State that is set once, like a table, passes if ``again`` can trace a second call. The forward
     runs in eager mode to find out; all state is restored."""
-    read = sorted(state.moving)
+    place_of = partial(_place_of, state, [part for part, _ in model.named_modules()])
+    read = sorted(one for one in state.moving if place_of(*one) not in kwargs.get(STATE, ()))
 
     def check_next_call() -> None:
         try:
@@ -45,28 +63,57 @@ def check_state_returns(
         if state.filled:
             check_next_call()
         return
-    seen = [_values(state, read)]
+    seen, replaced = [_values(state, read)], set[tuple[int, str]]()
     try:
         for failed in eager_forwards(model, forward, args, kwargs, MOST_STATES):
             now = _values(state, read)
+            replaced = {one for one in read if _is_replaced(state.namespaces[one[0]], one[1])}
             if failed or any(all(map(same, now, before)) for before in seen):
                 return
             seen.append(now)
     finally:
         state.restore()
-    if all(value is _ABSENT for value in seen[0]):
-        check_next_call()
-        return
     moving = [
         one for at, one in enumerate(read) if all(not same(values[at], seen[-1][at]) for values in seen[:-1])
     ]
-    names = [state.path_of(at, key) for at, key in moving or read]
-    parts = [part for part, _ in model.named_modules()]
-    told = dict.fromkeys(f"{parts[at]}.{path}".lstrip(".") if at is not None else path for at, path in names)
-    raise ModelError(
-        f"{name}: its forward changes {', '.join(list(told)[:3])}{', ...' * (len(told) > 3)} and computes with it, so "
+    places = [place_of(*one) for one in moving or read]
+    told = [*dict.fromkeys(".".join(place).lstrip(".") for place in places)]
+    message = (
+        f"{name}: its forward changes {', '.join(told[:3])}{', ...' * (len(told) > 3)} and computes with it, so "
         f"each call has another graph; make it a buffer (register_buffer), or change it outside the forward"
     )
+    left = [seen[-1][read.index(one)] for one in moving if one in replaced]
+    passed = 0 < len(left) == len(moving) and all(map(_has_only_tensors, left))
+    if all(value is _ABSENT for value in seen[0]):
+        try:
+            check_next_call()
+        except ModelError:
+            if not passed:
+                raise
+        else:
+            return
+    if passed:
+        raise MovingTensors(message, frozenset(places))
+    raise ModelError(message)
+
+
+def _place_of(state: PythonState, modules: Sequence[str], at: int, name: str) -> Place:
+    module, path = state.path_of(at, name)
+    return "" if module is None else modules[module], path
+
+
+def _is_replaced(namespace: Namespace, name: str) -> bool:
+    """Return whether an attribute has another object than before the forward, of a holder whose accesses are
+    recorded."""
+    watched = namespace.owner is not None and not namespace.uses
+    return watched and namespace.now(name) is not namespace.before.get(name, UNSET)
+
+
+def _has_only_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or a list or tuple of tensors and of such lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_has_only_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _values(state: PythonState, names: list[tuple[int, str]]) -> list[Any]:

@@ -118,7 +118,7 @@ class Tracing:
         of a trace; `NotCaptured` if that is impossible."""
         try:
             return self._with_clean_caches()
-        except NoGradients:
+        except (NoGradients, NotCaptured):
             raise
         except ModelError as error:
             raise NotCaptured(str(error)) from error.__cause__

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -24,9 +24,11 @@ from rematplan.ir import (
 from rematplan.module.cached_plans import CachedPlans, CacheEntry
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import MANY
+from rematplan.module.changing_state import MovingTensors
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
+from rematplan.module.state_tensors import StateTensors
 from rematplan.parts.find_modules import modules_of_names, modules_to_try
 from rematplan.parts.planned_parts import PlannedParts
 from rematplan.plans.held_by_others import GRADIENTS
@@ -40,6 +42,7 @@ from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.snapshots import PLAIN
 from rematplan.runtime.statistics.options import Kronecker
 
+T = TypeVar("T")
 COUNTER = "num_batches_tracked"
 
 
@@ -57,6 +60,8 @@ class WholeOrParts(Runner):
     ) -> None:
         super().__init__(name, planner, asked, statistics)
         self.modules = modules
+        self.state = StateTensors()
+        """The attributes that planned calls of the whole get as arguments."""
         self.parts: PlannedParts | None = None
         """Runs the parts; None if the whole is planned, or nothing is planned yet."""
         self.stays_whole = False
@@ -93,11 +98,11 @@ class WholeOrParts(Runner):
         self._count_replica(original.model)
         if self._is_whole:
             try:
-                return super().__call__(original, args, kwargs)
+                return self._with_state(super().__call__, original, args, kwargs)
             except CapturedAnew as error:
                 self._try_parts(original, args, kwargs, error)
                 if self._is_whole:
-                    return super().__call__(original, args, kwargs)
+                    return self._with_state(super().__call__, original, args, kwargs)
             except ModelError as error:
                 self._plan_in_parts(original, error)
         leaves, spec = flattened_call(args, kwargs)
@@ -105,7 +110,7 @@ class WholeOrParts(Runner):
         if state is None:
             return self._unplanned(original, args, kwargs)
         if self._is_whole_now(original, args, kwargs):
-            return super().__call__(original, args, kwargs)
+            return self._with_state(super().__call__, original, args, kwargs)
         self.unplanned.begin_planned_call()
         if self.prepared is not None:
             self._begin_training(Tracing(self.name, original, leaves, spec, state))
@@ -118,17 +123,34 @@ class WholeOrParts(Runner):
         self._count_replica(original.model)
         if self._is_whole:
             try:
-                return super().prepare(original, args, kwargs)
+                return self._with_state(super().prepare, original, args, kwargs)
             except CapturedAnew as error:
                 self._try_parts(original, args, kwargs, error)
                 if self._is_whole:
-                    return super().prepare(original, args, kwargs)
+                    return self._with_state(super().prepare, original, args, kwargs)
             except ModelError as error:
                 self._plan_in_parts(original, error)
         with torch.inference_mode(False), torch.enable_grad():
             if self._prepare_parts(original, args, kwargs):
                 self._note_prepared(original, args, kwargs)
         return None
+
+    def _with_state(
+        self,
+        run: Callable[[Original, tuple[Any, ...], dict[str, Any]], T],
+        original: Original,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> T:
+        """Call ``run`` for a call of the whole. Tensors that the forward keeps for its next call become arguments when
+        a capture finds them."""
+        while True:
+            try:
+                return run(*self.state.among_arguments(original, args, kwargs))
+            except MovingTensors as found:
+                if found.places <= self.state.places:
+                    raise
+                self.state = StateTensors(self.state.places | found.places)
 
     def _count_replica(self, model: nn.Module) -> None:
         """Let plans count what DDP holds from its first call on, and drop earlier plans; a percentage is then of the
@@ -216,7 +238,7 @@ class WholeOrParts(Runner):
             return False
         self.parts = None
         try:
-            super().prepare(original, args, kwargs)
+            self._with_state(super().prepare, original, args, kwargs)
             plan = self.last.plan
             if plan.peak <= (plan.budget or plan.peak):
                 self.say(

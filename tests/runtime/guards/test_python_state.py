@@ -260,7 +260,21 @@ def emptied(s: Any, x: Tensor) -> float:
     return 1.0
 
 
+def shown_after_a_test(s: Any, x: Tensor) -> Any:
+    factor = 1.0 if s.last is None else s.__dict__["last"]
+    s.last = x.detach().mean()
+    return factor
+
+
+def read_after_a_test(s: Any, x: Tensor) -> Any:
+    factor = 1.0 if s.last is None else s.last
+    s.last = x.detach().mean()
+    return factor
+
+
 FOLLOWED = (
+    shown_after_a_test,
+    read_after_a_test,
     filled,
     emptied,
     first_call,
@@ -401,22 +415,8 @@ def counted_and_shown(s: Any, _: Tensor) -> float:
     return float(vars(s)["step"])
 
 
-def shown_after_a_test(s: Any, x: Tensor) -> Any:
-    factor = 1.0 if s.last is None else s.__dict__["last"]
-    s.last = x.detach().mean()
-    return factor
-
-
-def read_after_a_test(s: Any, x: Tensor) -> Any:
-    factor = 1.0 if s.last is None else s.last
-    s.last = x.detach().mean()
-    return factor
-
-
 REFUSED = (
     counted_and_shown,
-    shown_after_a_test,
-    read_after_a_test,
     property_,
     default,
     growing_tuple,
