@@ -118,7 +118,8 @@ class PlannedParts:
             for name, runner in every.items()
             if (part := modules.get(name)) is not None
         }
-        with Patches(patches):
+        # `torch.compile` would compile what runs the parts.
+        with Patches(patches), torch.compiler.set_stance("force_eager"):
             try:
                 return original.plain(args, kwargs)
             finally:
