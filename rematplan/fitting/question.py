@@ -15,7 +15,7 @@ from rematplan.ir import UsageError, first_line
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.strategy import Strategy
 from rematplan.plans.budgets import parse_budget
-from rematplan.plans.held_by_others import Reserved, Stated
+from rematplan.plans.held_by_others import OtherBytes, Reserved
 from rematplan.plans.op_costs import known_costs
 from rematplan.plans.options import stated_strategy
 from rematplan.runtime.capture.accelerator_autocast import mixed_precision
@@ -128,7 +128,7 @@ def question(
         raise UsageError(f"max_overhead is {max_overhead!r}; write a share of the step's time, such as 0.2")
     known_costs(costs)
     made = Question(
-        parse_budget(str(memory), ("bytes",), "memory").bytes(0, lambda: 0),
+        int(parse_budget(str(memory), ("bytes",), "memory").amount),
         OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         dtype,
         costs,
@@ -181,4 +181,4 @@ def optimizer_bytes(made: WithoutData, asked: Question) -> Reserved:
             f"the bytes of this optimizer are not known, because it fails on tensors without values "
             f"({first_line(error)}); leave it out"
         ) from error
-    return Reserved.of([Stated(memory.to_come, memory.transient)])
+    return Reserved.of([OtherBytes(memory.to_come, memory.transient)])

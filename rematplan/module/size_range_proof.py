@@ -120,7 +120,8 @@ def prove_step(
             f"a range of sizes needs a budget in bytes or a share: {stated.text} differs from size to size"
         )
     problems = problems_over(dimension, sizes, capture)
-    budget = planner.limit(problems.captured[problems.sizes[-1]]).bytes(0, lambda: 0)
+    budget = planner.limit(problems.captured[problems.sizes[-1]]).fixed
+    assert budget is not None
     found, search = prove_sizes(problems, budget, planner.store), planner.options.strategy
     if found.proof.holds or not isinstance(search, Auto) or search.counted:
         return found

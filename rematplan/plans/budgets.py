@@ -87,6 +87,12 @@ class Budget:
         return int(self.amount * (base_peak if self.kind == "share" else 1))
 
     @property
+    def fixed(self) -> int | None:
+        """The bytes of a budget of kind ``bytes``, rounded down; None for other kinds, whose bytes depend on the
+        problem."""
+        return int(self.amount) if self.kind == "bytes" else None
+
+    @property
     def is_lean(self) -> bool:
         """Whether the budget is ``min`` or ``least``, so that its bytes depend on the smallest peak found."""
         return self.kind in LEAN

@@ -30,6 +30,20 @@ class OtherBytes:
     stepping: int = 0
     """Allocated in addition while the optimizer's step runs."""
 
+    @classmethod
+    def said_by(cls, item: Any) -> OtherBytes:
+        """Ask an object for its ``reserved_bytes()`` and ``step_bytes()``; 0 for a method that it lacks."""
+        methods = ("reserved_bytes", "step_bytes")
+        return cls(*(_said(item, name) if callable(getattr(item, name, None)) else 0 for name in methods))
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes during the whole training step. With this method, the bytes can be an item of `Reserved`."""
+        return self.always
+
+    def step_bytes(self) -> int:
+        """Return the further bytes while the optimizer's step runs."""
+        return self.stepping
+
 
 @dataclass(frozen=True)
 class Reserved:
@@ -78,7 +92,7 @@ class Reserved:
             elif isinstance(item, (str, Integral)):
                 always += _bytes(item)
             elif _says(item):
-                said = Stated.by(item)
+                said = OtherBytes.said_by(item)
                 always, stepping = always + said.always, max(stepping, said.stepping)
             elif isinstance(item, torch.optim.Optimizer):
                 memory = optimizer_memory(item, device)
@@ -97,8 +111,8 @@ class Reserved:
 
     def __reduce__(self) -> Any:
         """Pickle or copy bytes, counted now, in place of optimizers, modules and other objects."""
-        items = [Stated.by(item) if _says(item) else item for item in self.items]
-        plain = (str, Integral, Counted, Stated)
+        items = [OtherBytes.said_by(item) if _says(item) else item for item in self.items]
+        plain = (str, Integral, Counted, OtherBytes)
         kept = tuple(i for i in items if isinstance(i, plain))
         others = Reserved(tuple(i for i in items if not isinstance(i, plain)))
         counted = Counted({str(d): others.on(d, {}) for d in others.devices()})
@@ -123,30 +137,6 @@ class Counted:
     """The bytes, by the device's name."""
 
 
-@dataclass(frozen=True)
-class Stated:
-    """What an object with ``reserved_bytes()`` and, perhaps, ``step_bytes()`` says about its memory."""
-
-    always: int
-    """Bytes during the whole training step."""
-    stepping: int
-    """Further bytes while the optimizer's step runs."""
-
-    @classmethod
-    def by(cls, item: Any) -> Stated:
-        """Ask an object for its bytes; 0 for a method that it lacks."""
-        methods = ("reserved_bytes", "step_bytes")
-        return cls(*(_said(item, name) if callable(getattr(item, name, None)) else 0 for name in methods))
-
-    def reserved_bytes(self) -> int:
-        """Return the bytes during the whole training step."""
-        return self.always
-
-    def step_bytes(self) -> int:
-        """Return the further bytes while the optimizer's step runs."""
-        return self.stepping
-
-
 def _says(item: object) -> bool:
     return callable(getattr(item, "reserved_bytes", None)) and not isinstance(item, type)
 
@@ -165,9 +155,8 @@ def _bytes(stated: str | Integral) -> int:
     if stated == GRADIENTS:
         return 0
     with suppress(UsageError):
-        budget = parse_budget(str(stated))
-        if budget.kind == "bytes":
-            return budget.bytes(0, lambda: 0)
+        if (bytes_ := parse_budget(str(stated)).fixed) is not None:
+            return bytes_
     raise UsageError(f"reserved: {stated!r} is not a number of bytes; write 1GiB, 512MB or a whole number")
 
 

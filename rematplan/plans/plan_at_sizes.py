@@ -22,9 +22,9 @@ def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Sched
     """Return a plan for new sizes: the cheapest of ``compiled`` that fits, unless one found at once is cheaper by more
     than `WORTH`. If neither exists, search; if that fails, ``on_infeasible`` decides."""
     graph = planner.problem(step)
-    budget = planner.limit(graph)
-    if not budget.is_lean:
-        amount, fitting = budget.bytes(0, lambda: 0), list[Plan]()
+    amount = planner.limit(graph).fixed
+    if amount is not None:
+        fitting = list[Plan]()
         for schedule in compiled:
             try:
                 estimate = simulate(graph, schedule)

@@ -45,7 +45,7 @@ def one_lane_plan(
 def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget) -> None:
     """Store a plan of a problem, from a short search; `InfeasibleBudget` if that finds none. Nothing happens for
     another strategy than `Auto`, ``min``, ``least``, and a budget below the proven floor."""
-    amount, chosen = fixed_bytes(budget), options.strategy
+    amount, chosen = budget.fixed, options.strategy
     if amount is None or not isinstance(chosen, Auto) or amount < min_peak_bound(graph).bytes:
         return
     if (found := plan_at_once(graph, amount, store)) is not None:
@@ -59,7 +59,7 @@ def _searched(
 ) -> Plan:
     """Return a plan of a problem: for ``min`` and ``least`` that of a search. Otherwise one on disk that needs no
     search, or one that is found at once and refined later, else that of a search."""
-    amount, chosen = fixed_bytes(budget), options.strategy
+    amount, chosen = budget.fixed, options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)
     known = store.solved(graph, amount, options.gap, options.time_limit) if chosen.lasting else None
@@ -121,13 +121,7 @@ def background_search(
     )
 
 
-def fixed_bytes(budget: Budget) -> int | None:
-    """Return the bytes of a budget in bytes; None for ``min`` and ``least``, which depend on the problem."""
-    return None if budget.is_lean else budget.bytes(0, lambda: 0)
-
-
 def store_key(budget: Budget) -> int | str:
     """Return the key under which plans within a budget are stored: its bytes, or ``min`` or ``least``. ``budget``: a
     budget in bytes, ``min`` or ``least``."""
-    amount = fixed_bytes(budget)
-    return budget.kind if amount is None else amount
+    return budget.kind if budget.fixed is None else budget.fixed

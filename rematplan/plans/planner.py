@@ -32,7 +32,6 @@ from rematplan.plans.op_costs import PROFILE, priced
 from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
-    fixed_bytes,
     one_lane_plan,
     quick_plan,
     store_key,
@@ -248,7 +247,7 @@ class Planner(StepProblems):
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return what evaluates the known plans of a problem at other sizes, without capturing the step. The budget
         must be in bytes. ``storages``: the names of the step's."""
-        amount = fixed_bytes(self.limit(problem))
+        amount = self.limit(problem).fixed
         assert amount is not None
 
         def search(other: TrainingGraph, plan: Plan) -> Refining | None:

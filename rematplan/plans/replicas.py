@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rematplan.plans.held_by_others import GRADIENTS, Reserved, Stated
+from rematplan.plans.held_by_others import GRADIENTS, OtherBytes, Reserved
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.compat import replicated_parameters
@@ -20,7 +20,7 @@ GLOO_THREADS = 2
 
 
 @dataclass(frozen=True)
-class HeldByReplica(Stated):
+class HeldByReplica(OtherBytes):
     """The bytes that DDP holds during the whole step, as an item of `Reserved`."""
 
 

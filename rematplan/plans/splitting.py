@@ -17,7 +17,6 @@ from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, parse_budget, plan_within
 from rematplan.plans.op_costs import PROFILE
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
-from rematplan.plans.plan_searches import fixed_bytes
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -263,7 +262,7 @@ def _splits_of_what_binds(chooser: _Chooser, kinds: Sequence[SplitKind]) -> Iter
 
 def trials_of_step(problems: StepProblems, budget: Budget) -> SplitTrials:
     """Return trials of a step that is planned alone."""
-    amount, auto = fixed_bytes(budget), strategy_of_trials(problems.options)
+    amount, auto = budget.fixed, strategy_of_trials(problems.options)
 
     def trial(step: CapturedStep) -> SplitTrial:
         graph = problems.problem_at(step)[1]
