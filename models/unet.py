@@ -55,7 +55,8 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(base, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return class scores of every pixel, (N, ``classes``, H, W), for images (N, 3, H, W)."""
+        """Return class scores of every pixel, (N, ``classes``, H, W), for images (N, 3, H, W); ZooError if 16 does
+        not divide H and W."""
         height, width = x.shape[-2:]
         if height % 2**LEVELS or width % 2**LEVELS:
             raise ZooError(

@@ -140,7 +140,8 @@ class _Unrolling:
     def inline(
         self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
     ) -> list[str]:
-        """Append a subgraph's nodes once, with new names for what they write, and return the names of its outputs."""
+        """Append a subgraph's nodes once, with new names for what they write, and return the names of its outputs.
+        ``arguments``: by its inputs, the values that they get. ``names``: as in `walk`."""
         self.fresh += 1
         inner = {**names, **arguments}
         # The same names in all calls: all iterations read the same weights.
@@ -226,7 +227,8 @@ def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, output
 
 
 def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
-    """Unroll a Loop: its body runs as long as its known condition and count say; its further results are stacked."""
+    """Unroll a Loop: its body runs as long as its condition and count say; its further results are stacked.
+    `ModelError` if these are not known or exceed `MAX_ITERATIONS`."""
     count, condition, *states = (*node.inputs, "", "")[: max(2, len(node.inputs))]
     made = max(len(node.outputs), len(states))
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)
@@ -254,7 +256,7 @@ def _finish(
     work: _Unrolling, node: Node, states: Sequence[str], kept: Sequence[Sequence[str]], axes: Sequence[int]
 ) -> None:
     """Append nodes that write the outputs of a Loop or Scan: the last ``states``, then the results of all iterations
-    (``kept``), stacked along ``axes``."""
+    (``kept``), stacked along ``axes``. `ModelError` if there were none to stack."""
     for result, output in zip(states, node.outputs, strict=False):
         if output:
             work.emit(node, "Identity", (result,), output)
@@ -266,7 +268,8 @@ def _finish(
 
 
 def _scan(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
-    """Unroll a Scan: its body runs once for each slice of the scanned inputs; its further results are stacked."""
+    """Unroll a Scan: its body runs once for each slice of the scanned inputs; its further results are stacked.
+    `ModelError` if their length is not known or inputs do not fit."""
     if node.version < 9:
         raise ModelError(f"node {node.name!r}: Scan of opset {node.version} is not supported")
     scanned = int(node.attributes.get("num_scan_inputs", 0))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from rematplan.ir.onnx.graph import Node
 
 FAKE_QUANTIZE = "FakeQuantize"
 Source = Callable[[str], Array | None]
+"""Returns the tensor of this name if its value is known, else None."""
 INT32 = (-(2**31), 2**31 - 1)
 _GRID = ("axis", "block_size")
 

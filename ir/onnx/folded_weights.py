@@ -111,7 +111,8 @@ def repetition_of(values: np.ndarray, expanded: bool = False) -> Repetition | No
 
 
 def _without_mask(values: np.ndarray, wide: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Split ``values`` into a first part and an attention mask; None in place of a mask that is not recognised."""
+    """Split ``values`` into two parts that sum to it: a rest and an attention mask, or None if no mask is recognised.
+    ``wide``: the same values in double precision."""
     # Values of magnitude `LARGE` or more are a mask, unless all are that large.
     large = np.abs(wide) >= LARGE
     zero = np.zeros_like(values)
@@ -149,7 +150,8 @@ def _rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
 
 
 def _replacement(edit: Edit, array: Array, repetition: Repetition, version: int) -> list[Node]:
-    """Replace the initialiser ``array`` by a smaller weight, and return the nodes that compute it."""
+    """Replace the initialiser ``array`` by the smaller weight of ``repetition``, and return the nodes that compute
+    it. ``version``: their opset."""
     del edit.initialisers[array.name]
     folded_from = edit.origins.get(array.name, Origin()).folded_from
     sources = [s for s in folded_from if "." in s and not BUFFER.match(s.rpartition(".")[2])]

@@ -209,8 +209,8 @@ class _Reading:
         return tuple(self._node(i, node, depth) for i, node in enumerate(graph))
 
     def _node(self, at: int, node: Any, depth: int) -> Node:
-        """Return a node as plain data, with a unique name, and record its subgraphs in ``bodies``. ``at``: its
-        position, for the name of an unnamed one."""
+        """Return a node as plain data, with a unique name, and record its subgraphs in ``bodies``. `ModelError` if it
+        is not valid. ``at``: its position, for the name of an unnamed one."""
         domain = _domain(node.domain)
         version = node.version if node.version is not None else self.opsets.get(domain)
         if version is None:

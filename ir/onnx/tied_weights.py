@@ -115,9 +115,8 @@ def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
 def _source(
     edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
 ) -> str:
-    """Return the original name of a transposed or reshaped weight: the recorded one, or an equal embedding
-    table's; '' if unknown.
-    """
+    """Return the original name of the weight that ``copy`` stores transposed or reshaped: the recorded one, or an
+    equal embedding table's; '' if unknown. ``scope``: of the node that reads it."""
     shape = view.shape(copy.shape)
     if shape is None:
         return ""

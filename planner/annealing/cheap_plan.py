@@ -30,11 +30,8 @@ def cheap_plan(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`, by
-    bisection.
-
-    Ctrl-C ends it with the best plan so far.
-    """
+    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`, by bisection from
+    the ``known`` plans. Ctrl-C ends it with the best plan so far."""
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
     best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=by_peak)

@@ -96,9 +96,8 @@ class Descent:
         return max(1.0, math.log(high / low) / -math.log1p(-step))
 
     def _cheapen(self, effort: Effort, until: float, steps: float) -> None:
-        """Lower the cost of the sequence just found within the same budget. ``steps``: how many are still to
-        come, this one included.
-        """
+        """Lower the cost of the sequence just found within the same budget, at most until ``until`` of the effort is
+        spent. ``steps``: how many are still to come, this one included."""
         options, left = self.options, max(0.0, until - effort.spent())
         share = options.cleaning_share * left / steps if left < math.inf else 0.0
         moves = max(options.cleaning_moves * self.ops, int(share * effort.rate))

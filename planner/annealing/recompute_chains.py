@@ -235,8 +235,8 @@ def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Insert runs of the chain's ops just before the run ``reader``, and remove runs that nothing reads. ``S.chain``
-    then has the nodes of the new runs."""
+    """Insert runs of the first ``length`` ops of ``S.chain`` just before the run ``reader``, and remove runs that
+    nothing reads. ``S.chain`` then has the nodes of the new runs."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):

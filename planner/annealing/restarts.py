@@ -244,8 +244,8 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _reheat(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded best sequence from a share of ``hot``. Without phases, every other reheated round first
-        changes its order, then begins at ``hot``."""
+        """Anneal the loaded best sequence in round ``k``, for ``length`` of ``effort``, from a share of ``hot``.
+        Without phases, every other reheated round first changes its order, then begins at ``hot``."""
         schedule = self.schedule
         shaken = schedule.reorders and k % 4 == 1
         if shaken:
@@ -301,10 +301,9 @@ class Search:
         effort: Effort,
         set_price: Callable[[float], None],
     ) -> None:
-        """Anneal the current sequence for up to ``length`` (seconds or moves), and record better plans.
-
-        ``set_price``: called often with the share of the stage that is done.
-        """
+        """Anneal the current sequence for up to ``length`` (seconds or moves), from the first temperature of ``heat``
+        to the second, and record better plans. ``mode``: as in `Annealer.cool`. ``set_price``: called often with the
+        share of the stage that is done."""
         began = effort.spent()
         hot, cold = heat
         # Once the budget has ended, `spent` stays the same, and less than `length` if earlier stages took too long.

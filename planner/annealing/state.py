@@ -252,9 +252,8 @@ def copy_stop(F: Flow, L: Links, tensor: int, node: int) -> int:
 
 @inner
 def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) -> int:
-    """Return the slot of the last read of ``tensor`` strictly between two slots, by another run than ``skip``;
-    ``start`` if there is none.
-    """
+    """Return the slot of the last read of ``tensor`` strictly between ``start`` and ``stop``, by another run than
+    ``skip``; ``start`` if there is none."""
     latest = start
     for k in range(F.readers_at[tensor], F.readers_at[tensor + 1]):
         node, steps = L.last[F.readers[k]], 0

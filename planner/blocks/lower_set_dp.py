@@ -240,11 +240,8 @@ def _need(family: Family, i: int, j: int) -> int:
 
 @kernel
 def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[int, int]:
-    """Return the bytes of new boundary nodes and the ticks of recomputation, rounded up, of a step from L_i
-    to L_j.
-
-    ``last_free``: whether the step to all nodes recomputes nothing.
-    """
+    """Return the bytes of new boundary nodes and the ticks (of cost ``unit``) of recomputation, rounded up, of a step
+    from L_i to L_j. ``last_free``: whether the step to all nodes recomputes nothing."""
     more, work = np.int64(0), family.time[j] - family.time[i]
     for e in range(family.edge_start[j], family.edge_start[j + 1]):
         v = family.edge[e]
@@ -283,7 +280,8 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Return `LowerSetTable.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i."""
+    """Return `LowerSetTable.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i. ``unit``, ``width``,
+    ``charge_last``: as in `LowerSetDP`."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0

@@ -82,8 +82,8 @@ class PlanStore:
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget, in place of an earlier one. ``lasting``: also on disk, as the plan of
-        a search of so many ``seconds``."""
+        """Store a plan of a problem for a budget, in place of an earlier one, and add it to its family. ``lasting``:
+        also on disk, as the plan of a search of so many ``seconds``."""
         key = _key(problem, budget)
         self._made.pop(key, None)
         self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)

@@ -174,7 +174,7 @@ def _request(
     rows: Rows, seconds: float, integer: bool, gap: float, hint: Mapping[int, float]
 ) -> rpc_pb2.SolveRequest:
     """Return the message for HiGHS. It ends after ``seconds`` or, if these are infinite, an integer program after
-    `NODES` nodes."""
+    `NODES` nodes. ``gap``, ``hint``: as in `Solver.solve`."""
     request = rpc_pb2.SolveRequest(solver_type=parameters_pb2.SOLVER_TYPE_HIGHS, model=_model(rows, integer))
     seconds = max(0.01, seconds)
     if math.isfinite(seconds):

@@ -90,9 +90,8 @@ def find_lean_plans(
 def _found(
     candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool, workspace: int
 ) -> _Point | None:
-    """Return a plan with a small peak if the boundary op has ``workspace`` bytes, or its own if those are
-    more; None without a search. Plans found become candidates.
-    """
+    """Return a plan with a small peak if the boundary op has ``workspace`` bytes, or its own if those are more; None
+    without a search. Plans found become candidates. ``reusing``: whether ops are assumed to write into operands."""
     stage = candidates.stages[at]
     own = max(stage.graph.op[stage.boundary].workspace, workspace)
     real = replace(stage, graph=stage.with_boundary_workspace(own))

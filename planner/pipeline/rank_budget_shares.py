@@ -70,9 +70,8 @@ class RankBudgetShares:
 
 
 def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) -> StagePlan:
-    """Return a stage's memory without its running action. ``created``: count the most that it can hold, else
-    the least.
-    """
+    """Return a stage's memory without its running action, if a micro-batch keeps ``kept`` and ``deferred`` bytes.
+    ``created``: count the most that it can hold, with ``freed`` bytes of sent outputs, else the least."""
     held = replace(
         most.held,
         kept=kept,

@@ -66,9 +66,8 @@ def _between(sums: tuple[float, ...], start: int, end: int) -> float:
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
-    """Return a lower bound of the microseconds recomputed if at most ``kept`` bytes stay from forward to
-    backward; infinite if ``kept`` < 0.
-    """
+    """Return a lower bound of the microseconds recomputed in blocks ``start`` to ``end`` - 1. ``kept``: the most
+    bytes that stay from forward to backward; the bound is infinite if it is negative."""
     if kept < 0:
         return math.inf
     inside = (saved.block >= start) & (saved.up < end)
