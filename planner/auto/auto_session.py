@@ -160,9 +160,9 @@ class AutoSession:
         return Effort(max(share, SHARES.blocks_least - spent, 0.0))
 
     def gather(self) -> None:
-        """Collect plans to anneal from: a minimum cut, then eviction and the smallest peak if nothing fits,
-        and block strategies.
-        """
+        """Collect plans to anneal from: of a minimum cut; if none fits, of `nested_dp`, eviction and the smallest
+        peak's search; at last of block strategies. It ends early if `finished`, if ``brief``, or if the problem is
+        vast and the cut's plan near the bound."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -229,9 +229,8 @@ class AutoSession:
         return most if self.brief else max(MOST_STATES, most)
 
     def solved_exhaustively(self, most_states: int) -> bool:
-        """Solve a problem of very few ops by trying all schedules. Return whether that was done; not if order
-        is kept.
-        """
+        """Solve a problem of very few ops by trying all schedules, and record the optimal plan and its bound. Return
+        whether that was done; not if order is kept, or for too many tensors or ``most_states``."""
         keep = self.options.keep_order
         exact = None if keep else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
@@ -274,9 +273,8 @@ class AutoSession:
         )
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
-        """Anneal from the known plans, and take the best found. Return whether it gave up early; Ctrl-C sets
-        ``interrupted``.
-        """
+        """Anneal from the known plans, for ``amount`` of the effort, and take the best found. Return whether it gave
+        up early; Ctrl-C sets ``interrupted``. ``alone``: without a second thread."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:

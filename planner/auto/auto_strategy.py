@@ -156,7 +156,8 @@ class Auto(Strategy):
     def _falling(
         self, graph: TrainingGraph, steps: Sequence[int], effort: Effort, progress: Progress
     ) -> tuple[Plan, ...]:
-        """Return plans for all budgets of a curve by one annealing; Ctrl-C ends it with those found so far."""
+        """Return plans at peaks that fall to the lowest of ``steps`` (the curve's budgets), by one annealing; Ctrl-C
+        ends it with those found so far."""
         part = effort.part(SHARES.falling * effort.left)
         lowest = max(min(steps, default=0), min_peak_bound(graph).bytes)
         return plans_down_to(

@@ -31,10 +31,8 @@ class Passes(NamedTuple):
 def passes_of(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
 ) -> list[Passes]:
-    """Return the passes of least peak, for each number of passes from 1 on while more lower the peak.
-
-    Tensors are numbers in the order in which they are written.
-    """
+    """Return the passes of least peak, for each number of passes from 1 to `MOST_PASSES`, while more lower the peak.
+    Tensors are numbers in the order in which they are written."""
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
     grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)

@@ -54,10 +54,9 @@ def lower_by_eviction(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller.
-
-    Targets are between ``floor`` bytes and the smallest peak so far, nearer to it after failures.
-    """
+    """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller. Targets
+    are between ``floor`` bytes and the smallest peak so far, nearer to it after failures. ``first``: the share of
+    this distance to begin with. ``enough``: bytes at which it ends."""
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
     while best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and not effort.over:

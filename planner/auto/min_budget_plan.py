@@ -60,9 +60,9 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Return the cheapest plan found with a peak up to ``1 + slack`` times the smallest found, which takes at
-    most half of the time.
-    """
+    """Search for the smallest peak in at most half of the time. Return the cheapest plan found with a peak up to ``1
+    + slack`` times it. ``moves``: replaces the time if not 0. ``cheapest``: makes the strategy of the last search
+    from the seconds left; None: `Auto`."""
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)
     marked = infer_phases(graph)
@@ -114,7 +114,7 @@ def _plans_above(
     keep_order: bool,
 ) -> tuple[list[Plan], BaseException | None]:
     """Return plans at larger peaks than that of the last plan in ``known``, and what interrupted their search, or
-    None."""
+    None. ``stated``, ``marked``: the problem as stated, and with inferred phases."""
     found: list[Plan] = []
     if not keep_order:  # block plans need not keep the order
         part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)

@@ -76,7 +76,8 @@ class RefusalSearch:
     def lower_for(
         self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
     ) -> BaseException | None:
-        """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None."""
+        """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None.
+        ``enough``, ``ended``: bytes, and when to end the search early."""
         found, interrupted = search_smallest_peak(
             self.problem,
             effort,

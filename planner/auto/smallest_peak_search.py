@@ -95,12 +95,9 @@ def search_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> tuple[Plan, BaseException | None]:
-    """Search for the plan with the smallest peak, and return it with the interrupt that ended the search, or
-    None.
-
-    A small problem is searched in stages of twice as many moves, whose number alone depends on the time
-    limit.
-    """
+    """Search for the plan with the smallest peak, and return it with the interrupt that ended the search, or None.
+    ``enough``: bytes at which it ends. A small problem is searched in stages of twice as many moves, whose number
+    alone depends on the time limit."""
     search = partial(
         find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
     )
@@ -225,6 +222,7 @@ class _Lowering:
         return self.least.estimate.peak <= max(self.aim, self.enough)
 
     def _evict(self) -> None:
+        """Lower the smallest peak by simulations of eviction."""
         self.least = lower_by_eviction(
             self.graph,
             self.least,
@@ -284,9 +282,8 @@ class _Lowering:
     def _in_threads(
         self, searches: Sequence[Search], methods: Sequence[Callable[[Effort], object]], share: float
     ) -> None:
-        """Run ``searches`` in parallel, one of them in this thread. If one finds a peak that is small enough,
-        all end soon.
-        """
+        """Run the ``methods`` of ``searches`` in parallel, the first in this thread, for ``share`` of the effort
+        left. If one finds a peak that is small enough, all end soon."""
         first = self.effort.part(share * self.effort.left)
         parts = [first, *(Effort(first.total, ended=lambda: first.cut_short) for _ in searches[1:])]
 

@@ -49,6 +49,7 @@ def _best_of_chen(graph: TrainingGraph, budget: int, effort: Effort) -> Plan | N
 
 
 def _chen_plans(graph: TrainingGraph) -> Iterator[Plan]:
+    """Yield a plan for each division into blocks by `STRATEGIES`, lowered without compiled loops."""
     bare = without_inverses(graph)
     view = forward_graph(bare)
     seen = set()

@@ -16,7 +16,8 @@ def search_without_inverses_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search variants of one problem in order, each from the plans of earlier ones, and return the plans found."""
+    """Search variants of one problem in order, each from the plans of earlier ones, and return the plans found.
+    ``search`` gets the share of the time left: ``share``, or 1 for the last."""
     found: Found = []
     for problem in problems:
         starts = tuple(plan for _, one in found if (plan := transfer_plan(one, problem)))

@@ -100,9 +100,8 @@ class CutBounds:
         return found
 
     def search_back(self, first: int, effort: Effort) -> None:
-        """Record what a search back in time over the cuts of ``chain`` proves that the op ``first`` must precede; for
-        problems without inverses.
-        """
+        """Record the overhead that a search back in time proves, over the cuts of ``chain`` that op ``first`` must
+        precede; for problems without inverses."""
         cuts = [op for op, _ in self.chain if self.order.before[op] >> first & 1]
         if cuts:
             search = TailSearch(self.graph, self.order, cuts, first, self.budget)

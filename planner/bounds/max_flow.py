@@ -138,7 +138,9 @@ class CutNetwork:
     def _lay(
         self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
     ) -> None:
-        """Create the arcs of the network, as arrays of their ends, costs and bytes."""
+        """Create the arcs of the network, as arrays of their ends, costs and bytes. ``side``: by op, its node.
+        ``resident``: tensors without a node, since the cut op reads them. ``priced``: by node of an op, from 2 on,
+        its cost."""
         # From op to sink: the cost of running it after the cut op. From op to tensor read: infinite (bytes
         # -1). From tensor to its writer: its bytes.
         # What an op with a node writes: the network of `holding` needs tensors that nothing reads before, too.
@@ -181,7 +183,8 @@ class CutNetwork:
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 
     def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
-        """Return the minimum cut, or None if sums of capacities would overflow."""
+        """Return the minimum cut, or None if sums of capacities would overflow. ``uncut``: the capacity of arcs that
+        no cut has. ``scale``: capacity per unit of cost."""
         if uncut * max(1, len(capacity)) > LARGEST:
             return None
         whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)

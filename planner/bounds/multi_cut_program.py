@@ -83,6 +83,7 @@ class CutProgram:
         return self.last + (1 if self.order.needed >> v & 1 else 2)
 
     def _make_variables(self) -> None:
+        """Create the variables x and h; those whose values are known become `ZERO` or `ONE`."""
         for v in range(len(self.order.recipes)):
             for i in range(self.last + 1):
                 self.x[v, i] = self._x(v, i, self.cost[v])
@@ -111,6 +112,7 @@ class CutProgram:
             self.h[tensor, i] = ONE
 
     def _write_rows(self) -> None:
+        """Add the rows of x and h that the module describes."""
         once = set(self.graph.never_rerun)
         for v, op in enumerate(self.order.recipes):
             if op.name in once:
@@ -158,6 +160,7 @@ class CutProgram:
                 self._support(loop, i, y)
 
     def _suffix(self, v: int, i: int, after: int) -> int:
+        """Return the variable y[v,i], or its known value. ``after``: y[v,i+1]."""
         runs = [self.x[v, j] for j in range(i, self.last + 1)]
         if ONE in runs or (self.earliest[v] >= i and self.order.needed >> v & 1):
             return ONE
@@ -173,6 +176,7 @@ class CutProgram:
         return [(self.x[u, i], 1.0) for u in self.order.makers[tensor]]
 
     def _memory(self, i: int) -> None:
+        """Add the row (memory) of cut ``i``, or of the end. If it cannot hold, the program is marked as impossible."""
         room, size = self.room, self.graph.size
         written: set[str] = set()
         if i <= self.last:

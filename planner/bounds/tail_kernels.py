@@ -59,9 +59,9 @@ class Interval(NamedTuple):
 def step_back(
     states: States, interval: Interval, rate: float, limit: float, most_states: int, most: int
 ) -> tuple[States, int]:
-    """Return the states just before a cut that cost less than ``limit``, and the number of branches looked at: -1 if
-    ``most`` of them or ``most_states`` did not suffice.
-    """
+    """Return the states just before a cut that cost less than ``limit``, from ``states`` before the next cut, and the
+    number of branches looked at. It is -1 if ``most`` of them or ``most_states`` did not suffice. ``rate``: the cost
+    of a lent byte."""
     kind, charge, loan, size, reads, together, must, room = interval
     words, depths = must.shape[1], size.size + 2
     found = States(
@@ -149,9 +149,8 @@ def _add(found: States, table: Ints, count: int, held: Words, cost: float, lent:
 
 @unlocked
 def undominated(states: States, rate: float) -> States:
-    """Return the states without those that need all that another one needs, and cost at least as much, whatever is lent
-    at earlier cuts.
-    """
+    """Return the states without those that need all that another one needs, and cost at least as much, whatever is
+    lent at earlier cuts. ``rate``: the cost of a lent byte."""
     sets, costs, lent = states
     kept = np.zeros(costs.size, np.int64)
     count = 0

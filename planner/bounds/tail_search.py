@@ -142,6 +142,7 @@ class TailSearch:
         )
 
     def _interval(self, i: int) -> Interval:
+        """Return what can happen from cut ``i`` to the next one, or to the end."""
         graph, cut = self.graph, self.cuts[i]
         op, before = graph.ops[cut], self.order.before[cut]
         until = self.order.before[self.cuts[i + 1]] if i + 1 < len(self.cuts) else self.order.needed

@@ -195,8 +195,9 @@ def _with_latest(met: tuple[Amounts, ...], amounts: Amounts) -> tuple[Amounts, .
 
 
 def _gains(evaluations: Sequence[Evaluation], met: Sequence[Amounts]) -> np.ndarray:
-    """Return how much each schedule contributes to the Pareto fronts of the problems ``met`` (SMS-EMOA, Beume et al.
-    2007): areas that it alone dominates, in shares. It is infinite for the ends of a front."""
+    """Return how much each schedule contributes to the Pareto fronts of the problems ``met``: areas that it alone
+    dominates, in shares (SMS-EMOA, Beume et al. 2007). It is infinite for the ends of a front. ``evaluations``: for
+    each problem."""
     gains = np.zeros(evaluations[0].peaks.size)
     for found, amounts in zip(evaluations, met, strict=True):
         front = np.array(found.front())

@@ -112,8 +112,8 @@ class RepeatedLayers:
 
     @cached_property
     def _regions(self) -> tuple[tuple[int, int], ...]:
-        """For the forward and the backward of ``graph``: the position at which the equal layers end, and the number
-        of ops of one layer. `ProblemError` if they differ."""
+        """For the forward and the backward of ``graph``: where the last of the three layers ends in this half, and
+        the ops of one. `ProblemError` if they are not equal."""
         halves = []
         for phase in ("forward", "backward"):
             few, many = (

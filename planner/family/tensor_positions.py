@@ -36,7 +36,8 @@ class TensorPositions:
         return found
 
     def amounts(self, sizes: Ints, low: Amounts, high: Amounts, costs: Floats) -> Amounts:
-        """Return the amounts between two others, with the larger workspaces. ``sizes``: by ``graph.tensors``."""
+        """Return the amounts for ``sizes`` (by ``graph.tensors``) and ``costs``, with the larger workspaces of
+        ``low`` and ``high``."""
         return Amounts(
             sizes=sizes[self.written],
             workspaces=np.maximum(low.workspaces, high.workspaces),

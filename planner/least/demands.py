@@ -140,7 +140,8 @@ def _after_once(
 
 
 def _threshold(sizes: Sequence[int], most: float) -> int:
-    """Return a size such that all of ``sizes`` up to it sum to at most ``most``, nearly."""
+    """Return the largest size such that all smaller ones and some of its own sum to at most ``most``; 0 if there is
+    none."""
     total, threshold = 0, 0
     for size in sorted(sizes):
         total += size
@@ -159,6 +160,7 @@ def _rows(rows: Sequence[Sequence[int]], large: Sequence[bool]) -> tuple[Ints, I
 def _ancestors(
     reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]], large: Sequence[bool]
 ) -> Words:
+    """Return, by tensor, the set of large tensors that it is computed from, as bits."""
     count = sum(map(len, writes))
     ancestors = np.zeros((count, (count + 63) // 64), dtype=np.uint64)
     for row, made in zip(reads, writes, strict=True):

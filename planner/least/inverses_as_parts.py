@@ -11,7 +11,8 @@ from rematplan.ir import Op, TrainingGraph
 
 
 def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
-    """Return such a problem, or None if what an inverse recovers is no part of what it reads.
+    """Return a problem without inverses whose least peak is at most that of ``graph``. None without inverses, or if
+    what one recovers is no part of what it reads.
 
     Proof: take any schedule of ``graph``, and count the parts as resident whenever the whole is. An inverse then does
     nothing, every op finds what it reads, and no more bytes are held: the whole is its parts and a rest that has the
@@ -49,7 +50,8 @@ def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
 
 
 def _whole(graph: TrainingGraph, inverse: Op, made: str, rest: dict[str, int]) -> str | None:
-    """Return the tensor with most room, of those that ``inverse`` reads and that are computed from ``made``."""
+    """Return the tensor with most room, of those that ``inverse`` reads and that are computed from ``made``; None if
+    none has room for it."""
     position = graph.producer
     computed = [t for t in inverse.reads if t in position and made in graph.ops[position[t]].reads]
     return max((t for t in computed if rest[t] >= graph.size[made]), key=rest.__getitem__, default=None)

@@ -45,9 +45,8 @@ class LastHeavyRun:
         self.work = [sum(demands.sizes[t] for t in {*r, *w}) + op.workspace for op, r, w in pairs]
 
     def bound(self, goal: Sequence[int], known: int, most: int) -> int:
-        """Return a bound of the peak, without inputs, while all tensors ``goal`` are resident, at least
-        ``known``. ``most``: maximum flows.
-        """
+        """Return a lower bound, at least ``known``, of the peak of a schedule, without inputs, in which all tensors
+        ``goal`` are resident at once. ``most``: maximum flows."""
         until, threshold = self.flows + most, float("inf")
         ops = self._needed(goal)
         for work in sorted({self.work[v] for v in ops}, reverse=True):
@@ -61,9 +60,8 @@ class LastHeavyRun:
         return known
 
     def _with(self, goal: Sequence[int], heavy: list[int], known: int, work: int, until: int) -> int:
-        """Return the bound for ops ``heavy`` of at least ``work`` bytes; 0 if it is not above ``known`` or
-        takes too many flows.
-        """
+        """Return the bound for ops ``heavy`` of at least ``work`` bytes; 0 if it is not above ``known``, or ``flows``
+        reaches ``until`` first."""
         if self._cut(goal, heavy, ()) + work <= known:
             return 0
         least = None

@@ -96,7 +96,7 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
 
 
 def _proven(graph: TrainingGraph, demands: Demands, values: Values, effort: Effort) -> int:
-    """Return a lower bound of the peak of any plan, by cuts and by searches in coarser problems."""
+    """Return a lower bound of the peak of any plan, inputs included, by cuts and by searches in coarser problems."""
     most, targets, fewer = NEAR_LEAST.flows
     bound = int(values.floor.max(initial=0))
     heavy = LastHeavyRun(demands)
@@ -149,7 +149,8 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
 def _tidied(
     graph: TrainingGraph, plain: TrainingGraph, demands: Demands, runs: list[int], effort: Effort
 ) -> Plan | None:
-    """Return the plan of a sequence without needless runs; None if it is too long or its order is not allowed."""
+    """Return the plan of ``runs`` without needless ones; None if it is too long or its order is not allowed.
+    ``plain``: the problem without inverses."""
     names = [demands.ops[v].name for v in runs]
     annealer = Annealer(plain)
     once = set(graph.never_rerun)

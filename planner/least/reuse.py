@@ -135,10 +135,8 @@ def replay(
 
 
 def shortened(demands: Demands, runs: list[int], budget: int) -> list[int]:
-    """Return a shorter sequence of runs (positions in `Demands.ops`) with the same outputs.
-
-    ``budget``: bytes without inputs. The result exceeds it only if ``runs`` does.
-    """
+    """Return a sequence of runs (positions in `Demands.ops`) with the same outputs, without those that are useless or
+    that the budget makes needless. ``budget``: bytes without inputs. The result exceeds it only if ``runs`` does."""
     rows = [
         np.array([t for row in table for t in row], np.int64) for table in (demands.reads, demands.writes)
     ]

@@ -69,7 +69,8 @@ class Unfolding:
         return riders
 
     def run(self, actions: Sequence[int]) -> list[int]:
-        """Return the ops to run, in order. ``actions``: from the outputs back in time, to a certified set."""
+        """Return the ops to run, in order; `TooLong` if they are more than ``most``. ``actions``: from the outputs
+        back in time, to a certified set."""
         frame: set[int] = set()
         for t in self.demands.outputs:
             if self.demands.large[t]:
@@ -103,6 +104,8 @@ class Unfolding:
         return during, before
 
     def _regress(self, v: int, frame: set[int]) -> None:
+        """Put a run of op ``v`` before the others: its writes leave their frames, and new reads enter ``frame``. Then
+        run the riders of these that can run."""
         for t in self.writes[v]:
             if t in self.frame_of:
                 self.frame_of.pop(t).discard(t)
@@ -172,6 +175,9 @@ class Unfolding:
         return during <= self.limit and self._is_certified(rest, before)
 
     def _cheapest(self, extras: set[int], uses: dict[int, list[int]], now: int) -> int:
+        """Return the extra to eliminate: of those that fit, the cheapest for its bytes and next use; if none fits,
+        that of the smallest key."""
+
         def price(t: int) -> tuple[float, int]:
             later = uses.get(t, [])
             at = bisect_left(later, now)

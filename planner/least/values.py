@@ -83,7 +83,8 @@ class Values:
         return bound
 
     def improve(self, aim: int, limit: int, deepest: bool) -> None:
-        """Search again for the ops whose value is above ``aim`` and above the values of what they read."""
+        """Search again for the ops whose value is above ``aim`` and above the values of what they read, until the
+        effort is spent. ``limit``: of states. ``deepest``: as in `search`."""
         work = self.demands.work
         for v in np.flatnonzero(self.value > aim).tolist():
             if self.effort.over:
@@ -96,7 +97,8 @@ class Values:
                 self._set(v, max(level, int(work[v])), actions)
 
     def _solve(self, v: int, low: int, limit: int, groups: int, deepest: bool) -> tuple[int, int, Ints]:
-        """Return a level for the reads of op ``v``, a proven bound of it, and the actions."""
+        """Return a level for the reads of op ``v``, a proven bound of it (at least ``low``), and the actions.
+        ``limit``, ``groups``: as in `run`. ``deepest``: as in `search`."""
         reads = self.demands.large_of(self.demands.reads[v])
         enough = max([low, *self._read_values(v)])
         start = np.array(reads, np.int64)

@@ -249,7 +249,7 @@ class RankSearch:
 
     def _search(self) -> None:
         """Plan the stages with several limits of the bytes kept between forward and backward, unless plans fit and
-        the effort is spent. Plans found become candidates."""
+        the effort is spent. Plans found become candidates; lower bounds for ranges of limits go to ``intervals``."""
         fits = self.known.within(self.budget) is not None
         if fits and self.effort.over:
             return
