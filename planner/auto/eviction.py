@@ -17,6 +17,10 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 
 NAME = "eviction"
+SCARCE = 1.3
+"""A further pass over the step is tried for budgets up to this multiple of what one pass needs if nothing of the
+forward stays: Res2Net-50 got to 1.41 instead of 1.62 times its largest working set.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def lower_by_eviction(
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
         tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)
-        tables = _tables(graph, target, tried, keep_order)
+        tables = tables_for(graph, target, tried, keep_order)
         simulation = Simulation(tables, target, tried, source, effort)
         fits = simulation.run()
         if fits:
@@ -96,7 +100,7 @@ def plan_by_eviction(
     best: Plan | None = None
     for _ in range(tries):
         policy = random_policy(source)
-        tables = _tables(graph, budget, policy, keep_order)
+        tables = tables_for(graph, budget, policy, keep_order)
         simulation = Simulation(tables, budget, policy, source, effort, compiled)
         if effort.over:
             break
@@ -107,10 +111,13 @@ def plan_by_eviction(
     return best
 
 
-def _tables(graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool) -> EvictionTables:
-    """Return the tables for a policy. With deferred outputs, there are as many passes as it takes to fit."""
+def tables_for(graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool) -> EvictionTables:
+    """Return the tables for a policy. With deferred outputs, there are as many passes as it takes to fit.
+
+    With one more pass, and `SCARCE` memory, outputs are deferred even if all would fit.
+    """
     plain = tables_of(graph)
     fewest = next((k for k, peak in enumerate(plain.peaks) if peak <= budget), len(plain.peaks) - 1)
-    if not policy.passes or keep_order or not fewest:
+    if not policy.passes or keep_order or budget > SCARCE * plain.peaks[0]:
         return plain
-    return tables_of(graph, min(fewest + policy.passes, len(plain.peaks)))
+    return tables_of(graph, min(max(1, fewest + policy.passes), len(plain.peaks)))

@@ -20,7 +20,7 @@ from rematplan.planner.annealing.restarts import DEAR, Search
 from rematplan.planner.auto import auto_session, block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction
+from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction, tables_for
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.rungs import rungs_above
@@ -86,6 +86,15 @@ def test_deferred_outputs_are_made_again_within_the_budget(seed: int, ordered: b
     runs = [tables.names[o] for o in simulation.runs]
     assert Annealer(graph).accepts(runs)
     assert plan_from_runs(graph, runs, "eviction").peak <= budget
+
+
+def test_a_further_pass_is_tried_where_one_hardly_fits() -> None:
+    graph = heavy_last(6)
+    one, *_ = tables_of(graph).peaks
+    policy = random_policy(random.Random(0))._replace(passes=2)
+    assert tables_for(graph, one + 1, policy, False) is tables_of(graph, 2)
+    assert tables_for(graph, 2 * one, policy, False) is tables_of(graph)
+    assert tables_for(graph, one + 1, policy._replace(passes=1), False) is tables_of(graph)
 
 
 def heavy_last(layers: int) -> TrainingGraph:
