@@ -151,7 +151,8 @@ class PlannedParts:
         return original.plain(args, kwargs)
 
     def _new(self, rehearsed: Rehearsed) -> list[str]:
-        """Return the modules that may be planned, have not run in a rehearsal, and of which no warning told."""
+        """Return the names of those modules that may be planned, have not run in a rehearsal, and of which no warning
+        told."""
         called = {name for name, _ in rehearsed.calls}
         known = {*called, *rehearsed.refused, *self._told}
         return [name for name in self.parts if name not in known and not inside(name, called)]
@@ -226,12 +227,12 @@ class PlannedParts:
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
         `ModelError` if no part is left, or a stated one is unfit."""
-        model, unfit = original.model, self.unfit
+        model, unfit, rehearsal = original.model, self.unfit, None
         self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
         check_weights(model, self.parts if self.error is None else ())
         try:
             while True:
-                rehearsal = Rehearsal(model, self.parts, stated=self.error is None)
+                rehearsal = Rehearsal(model, self.parts, stated=self.error is None, earlier=rehearsal)
                 try:
                     found = rehearsal.run(original, args, kwargs)
                 except Exception:  # a placeholder has no second derivatives

@@ -49,15 +49,27 @@ UNKNOWN = 2
 class Rehearsal:
     """Rehearses the training steps of one model."""
 
-    def __init__(self, model: nn.Module, parts: Mapping[str, nn.Module], *, stated: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Mapping[str, nn.Module],
+        *,
+        stated: bool,
+        earlier: Rehearsal | None = None,
+    ) -> None:
         #: Of ``parts`` inside of each other, the outer is planned if it can be captured. ``stated``: whether
-        #: each must be.
+        #: each must be. ``earlier``: a rehearsal of the same call with other parts.
         self.model, self.parts, self.stated = model, parts, stated
+        self._captured: list[EqualParts] = earlier._captured if earlier else []
+        """What has been captured, also in earlier rehearsals of this call."""
+        self._unsuited: dict[Hashable, str] = earlier._unsuited if earlier else {}
+        """By what equal modules have in common, why they cannot be planned."""
         self._groups: list[EqualParts] = []
         self._calls: list[tuple[str, EqualParts]] = []
         self._events: list[Event] = []
         self._refused: dict[str, str] = {}
         self._failed: set[Hashable] = set()
+        """The keys of ``_unsuited`` that this rehearsal has met."""
         self.unfit: dict[str, str] = {}
         """By the name of a part that cannot be planned in this step, although it is captured, why."""
         self._live = LiveBytes(())
@@ -142,8 +154,11 @@ class Rehearsal:
 
     def _mixed(self, outputs: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> frozenset[str]:
         """Return the parts with an input or a parameter that they use several times and that is used elsewhere, or in
-        another call, too. ``read``: tensors that are also used outside of the model. Autograd adds the gradients of all
-        uses one by one; a plan would add those inside of the part first, with other rounding errors."""
+        another call, too. ``read``: tensors that are also used outside of the model.
+
+        Autograd adds the gradients of all uses one by one; a plan would add those inside of the part first, with other
+        rounding errors.
+        """
         todo = [*dict.fromkeys(one.grad_fn for one in (*outputs, *read))]
         seen, uses = set(todo), Counter[Any]((one.grad_fn, one.output_nr) for one in read)
         while todo:
@@ -236,27 +251,40 @@ class Rehearsal:
             if key in self._failed:
                 self._refused[name] = IS_EQUAL
                 return None
-            try:
-                found = Captures(name, most=1).captured(tracing)
-            except NoGradients:
-                self._refused[name] = UNTRAINED
-                return None
-            except ModelError as error:
-                if self.stated:
-                    raise
-                self._failed.add(key)
-                self._refused[name] = str(error).removeprefix(f"{name}: ")
-                return None
-            if not self.stated and (why := _unsuitable(found)):
-                self._failed.add(key)
-                self._refused[name] = why
-                return None
-            self._groups.append(
-                EqualParts(
-                    function, state.key, ReadyCapture(tracing.key, found), with_expected_tangents(found.step)
-                )
+            found = next(
+                (one for one in self._captured if one.function is function and one.capture.serves(tracing)),
+                None,
             )
+            if found is None and key not in self._unsuited:
+                found = self._capture(name, tracing, function, key)
+            if found is None:
+                self._refused[name] = self._unsuited[key]
+                if self._unsuited[key] != UNTRAINED:
+                    self._failed.add(key)
+                return None
+            self._groups.append(EqualParts(function, state.key, found.capture, found.step))
             return self._groups[-1]
+
+    def _capture(self, name: str, tracing: Tracing, function: Any, key: Hashable) -> EqualParts | None:
+        """Return what a module's capture serves, or None if it is not planned; `ModelError` if a stated one cannot
+        be captured."""
+        try:
+            found = Captures(name, most=1).captured(tracing)
+            why = "" if self.stated else _unsuitable(found)
+        except NoGradients:
+            why = UNTRAINED
+        except ModelError as error:
+            if self.stated:
+                raise
+            why = str(error).removeprefix(f"{name}: ")
+        if why:
+            self._unsuited[key] = why
+            return None
+        ready = ReadyCapture(tracing.key, found)
+        self._captured.append(
+            EqualParts(function, tracing.state.key, ready, with_expected_tangents(found.step))
+        )
+        return self._captured[-1]
 
     def _placed(
         self, group: EqualParts, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nested import nested_tensor, to_padded_tensor
 
 import rematplan
+from rematplan.module.forward_capture import Tracing
 from rematplan.module.plan_access import runner_of
+from rematplan.parts.rehearsal import Rehearsal
 from rematplan.planner.pipeline import rank_search
 from rematplan.runtime.guards.assertions import SpeculatedAssertions
 
@@ -44,6 +46,45 @@ def test_the_plans_within_the_least_budget_begin_with_those_that_found_it(
     assert len(calls) == 1
     plan = runner_of(model).parts.last.plan
     assert plan.peak <= plan.budget
+
+
+class Residual(nn.Module):
+    """Uses its input several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Mixing(Dropping):
+    """Reads what its residual reads, so the residual turns out to be no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residual = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return super().forward(self.residual(x) * x)
+
+
+def test_modules_are_captured_once_however_often_the_step_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, fixed, rehearsed, run = list[str](), Tracing.fixed, list[Rehearsal](), Rehearsal.run
+    monkeypatch.setattr(Tracing, "fixed", lambda self: names.append(self.name) or fixed(self))
+    monkeypatch.setattr(Rehearsal, "run", lambda self, *given: rehearsed.append(self) or run(self, *given))
+    model = rematplan.apply(Mixing(), **SETTINGS)
+    plain = rematplan.remove(copy.deepcopy(model))
+    for one in (model, plain):
+        numpy.random.seed(0)
+        one(torch.ones(64, 16, requires_grad=True)).backward()
+    assert len(rehearsed) == 2
+    assert len({*names}) == len(names) == 3  # the whole, the residual, and one block for all
+    assert same_grads(model, plain)
 
 
 def test_with_counted_moves_the_plans_of_parts_are_always_the_same() -> None:
