@@ -82,8 +82,8 @@ def check_state_returns(
         f"{name}: its forward changes {', '.join(told[:3])}{', ...' * (len(told) > 3)} and computes with it, so "
         f"each call has another graph; make it a buffer (register_buffer), or change it outside the forward"
     )
-    left = [seen[-1][read.index(one)] for one in moving if one in replaced]
-    passed = 0 < len(left) == len(moving) and all(map(_has_only_tensors, left))
+    last = [[_shapes(values[read.index(one)]) for one in moving] for values in seen[-2:]]
+    passed = bool(moving) and replaced.issuperset(moving) and None not in last[1] and last[0] == last[1]
     if all(value is _ABSENT for value in seen[0]):
         try:
             check_next_call()
@@ -109,11 +109,13 @@ def _is_replaced(namespace: Namespace, name: str) -> bool:
     return watched and namespace.now(name) is not namespace.before.get(name, UNSET)
 
 
-def _has_only_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or a list or tuple of tensors and of such lists and tuples."""
+def _shapes(value: Any) -> Any:
+    """Return the shapes and types in a tensor, or in a list or tuple of tensors and of such lists and tuples; None for
+    other values."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_has_only_tensors, value))
-    return isinstance(value, torch.Tensor)
+        parts = [_shapes(one) for one in value]
+        return (type(value), *parts) if parts and None not in parts else None
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _values(state: PythonState, names: list[tuple[int, str]]) -> list[Any]:

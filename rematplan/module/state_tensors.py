@@ -26,8 +26,7 @@ class StateTensors:
         """Return a call in which the state is an argument: its forward sets the attributes before anything else."""
         if not self.places:
             return original, args, kwargs
-        found = {place: _at(original.model, *place) for place in sorted(self.places)}
-        state = {place: vars(holder).get(name, UNSET) for place, (holder, name) in found.items()}
+        state = {place: _found(original.model, *place) for place in sorted(self.places)}
         return replace(original, forward=partial(_with_state, original)), args, {**kwargs, STATE: state}
 
 
@@ -37,6 +36,14 @@ def _with_state(original: Original, *args: Any, **kwargs: Any) -> Any:
             holder, name = _at(original.model, *place)
             setattr(holder, name, value)
     return original.forward(*args, **kwargs)
+
+
+def _found(model: nn.Module, module: str, path: str) -> Any:
+    try:
+        holder, name = _at(model, module, path)
+    except AttributeError:  # the caller has removed a submodule
+        return UNSET
+    return vars(holder).get(name, UNSET)
 
 
 def _at(model: nn.Module, module: str, path: str) -> tuple[Any, str]:

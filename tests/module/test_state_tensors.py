@@ -119,6 +119,32 @@ def test_calls_have_the_bits_of_eager_mode(make: Callable[[], nn.Module], every:
     assert len(rematplan.planning(planned).plans) == plans
 
 
+def test_a_submodule_with_a_state_may_be_removed() -> None:
+    planned = rematplan.apply(
+        nn.Sequential(nn.Linear(16, 16), OneState()), "200%", costs="roofline", refine=False
+    )
+    for _ in range(2):
+        planned(X[0]).sum().backward()
+    del planned[1]
+    planned(X[0]).sum().backward()
+    assert len(rematplan.planning(planned).plans) == 3
+
+
+def test_a_state_that_grows_in_each_call_is_refused() -> None:
+    class Growing(nn.Linear):
+        seen: tuple[Tensor, ...]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) + sum(self.seen)
+            self.seen = (*self.seen, y.detach())
+            return y
+
+    model = Growing(16, 16)
+    model.seen = ()
+    with pytest.raises(ModelError, match="changes seen and computes with it"):
+        rematplan.plan_module(model, (X[0],), budget="200%", costs="roofline")
+
+
 def test_a_state_whose_accesses_are_not_seen_is_refused() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
