@@ -240,8 +240,8 @@ def _learn(
     assert found.problem is not None
     if not plans.learned:
         for known in shapes.known_instances(instance.forward):
-            other = planner.problem_at(with_expected_tangents(known.step(), arrived))
-            plans.learn(known.sizes, known.batch, *other, planner)
+            step = planner.as_planned(with_expected_tangents(known.step(), arrived))
+            plans.learn(known.sizes, known.batch, step, planner.problem(step), planner)
     plans.learn(instance.sizes, instance.batch, found.step, found.problem, planner)
 
 
@@ -252,7 +252,8 @@ def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arriv
         with suppress(NotSymbolic, ModelError):
             other = instance.forward.found(None, instance.batch[: -len(counts)], counts)
             if other is not None and other.instance is not None:
-                step, problem = planner.problem_at(with_expected_tangents(other.step, arrived))
+                step = planner.as_planned(with_expected_tangents(other.step, arrived))
+                problem = planner.problem(step)
                 plans.learn(other.instance.sizes, other.instance.batch, step, problem, planner)
                 planner.plan_ahead(problem)
 

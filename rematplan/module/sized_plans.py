@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from rematplan.ir import TrainingGraph
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.resizing import Resizing
+from rematplan.plans.step_structure import structure_of
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts, is_unsure
 from rematplan.runtime.execute.compiled_plan import CompiledPlan
-from rematplan.runtime.execute.in_place import operands_to_overwrite
+from rematplan.runtime.fuse.kernel import FusedKernel
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
-from rematplan.runtime.graph.tracked_sizes import SizeValues, without_values
+from rematplan.runtime.graph.tracked_sizes import SizeValues
 from rematplan.runtime.symbols.expressions import OpenSize
 from rematplan.runtime.symbols.symbolic_step import OpenStep, Size
 
@@ -44,16 +45,21 @@ class _StepStructure:
     """The captured steps of one structure (the same calls and tensors, apart from sizes), and their plans."""
 
     step: CapturedStep
-    """One of the steps, with its inverses."""
+    """One of the steps, with its inverses and fused kernels."""
     structure: Hashable
     """The result of `structure_of` for each of the steps."""
     carrier: Planner
-    """Adds inverses to the steps."""
+    """Adds inverses and fused kernels to the steps."""
     resizing: Resizing | None
     """The problems and known plans of the steps; None if problems have several structures, so that no plan serves
     other sizes."""
     sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
     """Compiled plans that serve all sizes, by the key of the schedule, the one used last at the end."""
+
+    @cached_property
+    def kernels(self) -> tuple[FusedKernel, ...]:
+        """The fused kernels of the steps."""
+        return tuple(call.target for call in self.step.calls if isinstance(call.target, FusedKernel))
 
     def compiled(self, key: bytes, made: StepPlan, most: int) -> CompiledPlan:
         """Return the compiled form of a plan for all sizes, from ``sources`` or new. At most ``most`` are kept."""
@@ -117,7 +123,7 @@ class SizedPlans:
         """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if none is
         known to fit or be usable."""
         alike = self._of_pattern.get(self._pattern(sizes))
-        if alike is None or alike.resizing is None:
+        if alike is None or alike.resizing is None or not all(k.serves(sizes) for k in alike.kernels):
             return None
         bytes_ = self._bytes(sizes, batch)
         self._check_layouts(sizes)
@@ -131,10 +137,16 @@ class SizedPlans:
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None
-        key, source, most, opened = alike.resizing.key, alike.compiled, self.most, alike.carrier.with_inverses
+        key, source, most, as_planned = (
+            alike.resizing.key,
+            alike.compiled,
+            self.most,
+            alike.carrier.as_planned,
+        )
 
         def compile_(found: StepPlan) -> CompiledPlan:
-            return source(key(found.plan.schedule), found, most).at(sizes, lambda: opened(made()))
+            unused = found.unused if found.rounds else ()
+            return source(key(found.plan.schedule), found, most).at(sizes, lambda: as_planned(made()), unused)
 
         return compile_
 
@@ -246,18 +258,3 @@ def _is_plain(shape: Sequence[Size], stride: Sequence[Size], sizes: SizeValues) 
             return False
         expected *= max(size, 1)
     return True
-
-
-def structure_of(step: CapturedStep) -> Hashable:
-    """Return a key that is equal for two captured steps if one compiled source, which takes sizes as argument,
-    serves both."""
-    calls: list[Any] = [
-        (
-            *(c.name, c.results, c.single, c.is_view, c.seeded, c.backward, c.late, without_values(c.target)),
-            *(without_values(c.args), without_values(dict(c.kwargs))),
-        )
-        for c in (*step.calls, *step.inverses)
-    ]
-    values = tuple((v.name, v.storage, v.call, v.fake.dtype, v.fake.device) for v in step.values.values())
-    ends = step.inputs, step.outputs, step.attributes, step.left_out, step.arrived
-    return tuple(calls), values, ends, operands_to_overwrite(step)

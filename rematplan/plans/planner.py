@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -51,19 +51,25 @@ from rematplan.plans.splitting import (
     trials_of_step,
 )
 from rematplan.plans.step_problems import StepProblems
+from rematplan.plans.step_structure import structure_of
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_on
-from rematplan.runtime.fuse.fuse import fuse
+from rematplan.runtime.fuse.fuse import FusedStep, fuse
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes, waiting_bytes
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
+FUSED_STEPS = 32
+"""The largest number of structures of steps whose regions are remembered."""
+
 
 @dataclass(frozen=True)
 class Planner(StepProblems):
     """Plans captured steps as the options of a user say. A planned module calls it for each new step."""
 
+    fused_steps: dict[Hashable, FusedStep] = field(default_factory=dict, compare=False)
+    """By structure, the last step with open sizes whose regions were fused. Steps of other sizes get its regions."""
     store: PlanStore = field(default_factory=PlanStore, compare=False)
     """Known plans; new plans are stored in it."""
     scope: str = ""
@@ -116,9 +122,9 @@ class Planner(StepProblems):
                 of = "fused kernels" if self.options.split == UNSPLIT else "fused kernels and these splits"
                 raise replace(error, floor=f"{error.floor}, with {of}") from None
             raise about_splits(self._with_earlier_gradients(step)[0], step, error) from None
-        rounds = bool(changed.notes)
-        carries = found.carries and not rounds  # splits and kernels are those of one size
-        return replace(found, notes=(*changed.notes, *found.notes), carries=carries, rounds=rounds)
+        carries = found.carries and self.options.split == UNSPLIT  # splits are those of one size
+        notes = (*changed.notes, *found.notes)
+        return replace(found, notes=notes, carries=carries, rounds=bool(changed.notes))
 
     def rewritten(self, step: CapturedStep, first: bool = False) -> RewrittenStep:
         """Return the step with ops split along rows or fused, as the options say, and what to tell the user. ``first``:
@@ -129,8 +135,30 @@ class Planner(StepProblems):
         """Return a step with fused kernels, if the options ask for them, and what to tell the user in addition."""
         if not self.options.fuses:
             return changed
-        found = _with_fused_kernels(changed.step)
+        found = self._with_fused_kernels(changed.step)
         return RewrittenStep(found.step, (*changed.notes, *found.notes))
+
+    def _with_fused_kernels(self, step: CapturedStep) -> RewrittenStep:
+        """Return the step with fused kernels. If some regions have none, one warning says how many, and why the
+        first."""
+        if self.options.split != UNSPLIT:
+            step = replace(step, open_sizes=None)  # the sizes of parts are plain numbers
+        key = structure_of(step) if step.open_sizes else None
+        found = fuse(step, known=self.fused_steps.pop(key, None))
+        if step.open_sizes:
+            self.fused_steps[key] = found
+        while len(self.fused_steps) > FUSED_STEPS:
+            del self.fused_steps[next(iter(self.fused_steps))]
+        if found.failures:
+            warn(
+                f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since they have no "
+                f"fused kernel that may be used: {found.failures[0]}"
+            )
+        return RewrittenStep(found.step, (found.note,) if found.kernels else ())
+
+    def as_planned(self, step: CapturedStep) -> CapturedStep:
+        """Return the step as its plans have it: with fused kernels and inverses, as the options say."""
+        return self.with_inverses(self.rewritten(step).step)
 
     def _split(self, step: CapturedStep, first: bool) -> RewrittenStep:
         if self.options.split == UNSPLIT:
@@ -265,7 +293,12 @@ class Planner(StepProblems):
     def adding_to_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
         """Return the planner of steps that begin with ``gradients`` bytes of earlier gradients of the parameters
         ``names``. None if ``plan`` fits with them, or plans may not be used at other sizes."""
-        if self.options.rewrites or not self.bounds_one_call or not self._carries or plan.budget is None:
+        if (
+            self.options.split != UNSPLIT
+            or not self.bounds_one_call
+            or not self._carries
+            or plan.budget is None
+        ):
             return None
         if plan.peak + gradients <= plan.budget:
             return None
@@ -393,14 +426,3 @@ def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, m
                 break
             error = later
     return None
-
-
-def _with_fused_kernels(step: CapturedStep) -> RewrittenStep:
-    """Return the step with fused kernels. If some regions have none, one warning says how many, and why the first."""
-    found = fuse(step)
-    if found.failures:
-        warn(
-            f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since they have no "
-            f"fused kernel that may be used: {found.failures[0]}"
-        )
-    return RewrittenStep(found.step, (found.note,) if found.kernels else ())

@@ -74,12 +74,14 @@ class CompiledPlan:
         """The captured step. For a plan that `at` returned, each access makes the step anew."""
         return self._step()
 
-    def at(self, sizes: SizeValues, step: Callable[[], CapturedStep]) -> CompiledPlan:
+    def at(
+        self, sizes: SizeValues, step: Callable[[], CapturedStep], unused: Sequence[int] = ()
+    ) -> CompiledPlan:
         """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled."""
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)
-        other.first_runs = FirstRuns(step, self.schedule, self.spare)
+        other.first_runs = FirstRuns(step, self.schedule, self.spare, unused)
         other.calls = WeakSet()
         return other
 

@@ -11,6 +11,7 @@ from rematplan.runtime.fuse.fuse_step import fused_step, name_of
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, begin_kernel
 from rematplan.runtime.fuse.regions import Group, Region, Regions
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.tracked_sizes import SizeValues
 
 GIVE_UP = 3
 """After this many failures without a success, no more regions are compiled: a compiler may be missing."""
@@ -56,7 +57,7 @@ class Kernels:
             raise CannotFuse(next(iter(self.failed.values())))
         if self.known[key].real.error:
             raise CannotFuse(self.known[key].real.error)
-        return self.known[key]
+        return self.known[key].at(step, region)
 
     def _end(self, key: str) -> None:
         if key in self.begun:
@@ -83,6 +84,9 @@ class FusedStep:
     kernels: Mapping[Region, FusedKernel]
     failures: tuple[str, ...]
     """For each region that could not be compiled, why. Its ops run as they are."""
+    compiled: Mapping[Region, list[FusedKernel]] = field(default_factory=dict)
+    """The kernels of each region for steps of the same structure. Each but the first was compiled for sizes that those
+    before it do not serve."""
 
     @property
     def regions(self) -> int:
@@ -100,8 +104,14 @@ class FusedStep:
         )
 
 
-def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
-    """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops."""
+def fuse(step: CapturedStep, kernels: Kernels = KERNELS, known: FusedStep | None = None) -> FusedStep:
+    """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops.
+
+    ``known``: a fused step of the same structure with other sizes. Its regions are used, and where its kernels have
+    open sizes, these.
+    """
+    if known is not None and step.open_sizes is not None:
+        return _alike(step, step.open_sizes.values, kernels, known)
     captured, step = step, in_channels_last(step)
     regions, failures = Regions(step), dict[Group, str]()
     groups = list(regions.find())
@@ -125,9 +135,30 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS) -> FusedStep:
             over = over or [r.names for r in kept if name_of(r) == at and highest > peak]
             if not over:
                 named = replace(fused, name=f"{step.name} (fused)") if kept else captured
-                return FusedStep(named, kept, tuple(failures.values()))
+                return FusedStep(named, kept, tuple(failures.values()), {r: [k] for r, k in kept.items()})
         groups = [names for names in groups if names not in failures and names not in over]
         groups += [part for names in over for part in regions.cut(names)]
+
+
+def _alike(step: CapturedStep, sizes: SizeValues, kernels: Kernels, known: FusedStep) -> FusedStep:
+    """Return the step with the regions of a fused step of the same structure."""
+    kept: dict[Region, FusedKernel] = {}
+    failures = list(known.failures)
+    for region, found in known.compiled.items():
+        here = replace(region, calls=tuple(step.call[call.name] for call in region.calls))
+        try:
+            if found[0].real.error:
+                raise CannotFuse(found[0].real.error)
+            serving = next((kernel for kernel in found if kernel.serves(sizes)), None)
+            if serving is None:
+                serving = kernels.of(step, here)
+                found.append(serving)
+            kept[here] = serving.at(step, here)
+        except CannotFuse as error:
+            failures.append(str(error))
+    fused = fused_step(step, kept)
+    fused = replace(fused, name=f"{step.name} (fused)") if kept else step
+    return FusedStep(fused, kept, tuple(failures), known.compiled)
 
 
 def _need(step: CapturedStep) -> Callable[[Call], int]:

@@ -62,7 +62,7 @@ def _call(step: CapturedStep, region: Region, kernel: FusedKernel) -> Call:
     return Call(
         name=name_of(region),
         target=kernel,
-        args=tuple(map(Ref, region.inputs)),
+        args=(*kernel.sizes, *map(Ref, region.inputs)),
         kwargs={},
         results=region.outputs,
         single=len(region.outputs) == 1,

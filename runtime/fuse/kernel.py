@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -14,13 +14,14 @@ from rematplan.ir import ModelError
 from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.fuse.inductor import Compiled, begin
+from rematplan.runtime.fuse.open_sizes import Layout, RegionSizes, SizeSymbols
 from rematplan.runtime.fuse.regions import Region
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, substitute
-from rematplan.runtime.graph.compat import FakeTensor
+from rematplan.runtime.graph.compat import FakeTensor, pytree
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.storage_slices import has_strides
-from rematplan.runtime.graph.tracked_sizes import TrackedSize
+from rematplan.runtime.graph.tracked_sizes import SizeValues, TrackedSize, shape_of, stride_of
 
 WORSE = 4.0
 """The distance of a kernel's results to those in float64 may be this many times that of the eager ops."""
@@ -44,6 +45,9 @@ class RegionOps:
         self.region = region
         self.inputs = [step.values[v].fake for v in region.inputs]
         self.outputs = [step.values[v].fake for v in region.outputs]
+        used = {n.at: n for n in self._numbers() if isinstance(n, TrackedSize)}.values()
+        self.sizes = RegionSizes(step.open_sizes, used) if step.open_sizes and used else None
+        """The sizes of the batch that a kernel takes; None if the region has none."""
         made = (r for call in region.calls for r in call.made)
         self.types = {v: step.values[v].fake.dtype for v in (*region.inputs, *made)}
 
@@ -51,15 +55,25 @@ class RegionOps:
     def key(self) -> str:
         """A hash of all that the compiled kernel depends on."""
         number = {v: f"%{at}" for at, v in enumerate(self.region.inputs)}
-        texts = [f"{torch.get_num_threads()} threads", *map(_layout, self.inputs)]
+        size = self.sizes.text if self.sizes else int
+        texts = [f"{torch.get_num_threads()} threads", *(_layout(t, size) for t in self.inputs)]
         for call in self.region.calls:
-            texts.append(
-                f"{call.target} {_each(substitute((call.args, dict(call.kwargs)), number.get), _untracked)}"
-            )
+            given = substitute((call.args, dict(call.kwargs)), number.get)
+            texts.append(f"{call.target} {_each(given, partial(_untracked, size))}")
             number |= {r: f"%{len(texts)}.{at}" for at, r in enumerate(call.results) if r}
         texts += [number[v] for v in self.region.outputs]
-        texts += map(_layout, self.outputs)
+        texts += (_layout(t, size) for t in self.outputs)
+        texts += [f"compiled at {tuple(map(int, self.sizes.given))}"] if self.sizes else []
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+    def _numbers(self) -> Iterator[Any]:
+        """Yield the numbers among the layouts and arguments of the region."""
+        for t in self.inputs:
+            yield from (*shape_of(t), *stride_of(t))
+        for call in self.region.calls:
+            yield from pytree.tree_leaves((call.args, dict(call.kwargs)))
+        for t in self.outputs:
+            yield from (*shape_of(t), *stride_of(t))
 
     def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the ops one after the other, each by its eager kernel."""
@@ -72,9 +86,12 @@ class RegionOps:
             lambda call, given: _results(call, _each(given, _in_float64)),
         )
 
-    def in_widest(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def in_widest(self, size: Callable[[int], Any], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run each op whose operands have several real types in the widest of them, and give its results the types of
-        the step. Norms of such operands compute so, but what Inductor makes of them would round in between."""
+        the step. Norms of such operands compute so, but what Inductor makes of them would round in between.
+
+        ``size``: gives what stands for a tracked size.
+        """
 
         def widened(call: Call, given: Any) -> Sequence[torch.Tensor]:
             types = {t for v in call.operands if (t := self.types[v]).is_floating_point}
@@ -83,7 +100,7 @@ class RegionOps:
             found = _results(call, given)
             return [t.to(self.types[r]) if r else t for r, t in zip(call.results, found, strict=True)]
 
-        return self._run(args, widened)
+        return self._run(args, widened, size)
 
     def check(self, args: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
         """Check that ``found``, a kernel's results for ``args``, is as near to the results in float64 as the eager ops'
@@ -98,13 +115,17 @@ class RegionOps:
             _check_result(name, a, b, c)
 
     def _run(
-        self, args: Sequence[torch.Tensor], run: Callable[[Call, Any], Sequence[torch.Tensor]]
+        self,
+        args: Sequence[torch.Tensor],
+        run: Callable[[Call, Any], Sequence[torch.Tensor]],
+        size: Callable[[int], Any] = int,
     ) -> tuple[torch.Tensor, ...]:
         """Return the region's outputs. ``run`` returns the results of a call with given arguments."""
         known = dict(zip(self.region.inputs, args, strict=True))
         del args
         for call, gone in zip(self.region.calls, self._read_last, strict=True):
-            given = _each(substitute((call.args, dict(call.kwargs)), known.__getitem__), _untracked)
+            given = substitute((call.args, dict(call.kwargs)), known.__getitem__)
+            given = _each(given, partial(_untracked, size))
             found = run(call, given)
             known |= {r: t for r, t in zip(call.results, found, strict=True) if r}
             del given, found
@@ -132,21 +153,67 @@ class OnRealNumbers:
     """Why the kernel must not be used; empty if it may be."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class OpenKernel:
+    """What a kernel of open sizes knows about sizes other than those for which it was compiled."""
+
+    holds: Callable[..., bool] = field(repr=False)
+    """Whether it may be used at these sizes."""
+    layouts: Callable[..., tuple[Layout, ...]] = field(repr=False)
+    """The layouts of its operands at these sizes."""
+    tried: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    """By sizes at which it was tried: the bytes of its workspace, and those of the check."""
+
+
+@dataclass(frozen=True)
 class FusedKernel:
-    """A compiled region. Called with the region's inputs; returns its output, or a tuple of its outputs."""
+    """A compiled region. Called with its open sizes and the region's inputs; returns its output, or a tuple of its
+    outputs."""
 
     key: str
     """What is equal for regions of equal ops, arguments and layouts, in any process."""
-    ops: RegionOps = field(repr=False)
-    compiled: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = field(repr=False)
-    workspace: int
-    """The bytes that are allocated only while it runs."""
-    check_bytes: int = 0
+    ops: RegionOps = field(repr=False, compare=False)
+    compiled: Compiled = field(repr=False, compare=False)
+    workspace: int = field(compare=False)
+    """The bytes that are allocated only while it runs, at the sizes of ``ops``."""
+    check_bytes: int = field(default=0, compare=False)
     """The bytes that a check of its results takes (`RegionOps.check`)."""
-    real: OnRealNumbers = field(default_factory=OnRealNumbers, repr=False)
+    real: OnRealNumbers = field(default_factory=OnRealNumbers, repr=False, compare=False)
+    open: OpenKernel | None = field(default=None, repr=False, compare=False)
+    """None if it has no open sizes."""
 
     namespace = "fused"
+
+    @property
+    def sizes(self) -> tuple[TrackedSize, ...]:
+        """The sizes that it takes before the tensors."""
+        return self.ops.sizes.given if self.open and self.ops.sizes else ()
+
+    def serves(self, sizes: SizeValues) -> bool:
+        """Return whether it may be used where the expressions of the step have these values."""
+        here = [sizes[size.at] for size in self.sizes]
+        return not self.real.error and (self.open is None or self.open.holds(*here))
+
+    def at(self, step: CapturedStep, region: Region) -> FusedKernel:
+        """Return this kernel for an equal region, perhaps of a step with other sizes, at which it was tried.
+
+        Raises:
+            CannotFuse: its results are wrong at these sizes.
+        """
+        ops = RegionOps(step, region)
+        if self.open is None or ops.sizes is None:
+            return self
+        values = tuple(map(int, ops.sizes.given))
+        if values not in self.open.tried:
+            if self.open.layouts(*values) != tuple((tuple(t.shape), t.stride()) for t in ops.inputs):
+                raise CannotFuse("a tensor has another layout than its open sizes state")
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    self.open.tried[values] = unprofiled(lambda: _tried(step, region, ops, self.compiled))
+            except RuntimeError as error:
+                raise CannotFuse(str(error).partition("\n")[0]) from error
+        workspace, needed = self.open.tried[values]
+        return replace(self, ops=ops, workspace=workspace, check_bytes=needed)
 
     @property
     def source_name(self) -> str:
@@ -163,22 +230,28 @@ class FusedKernel:
     @cached_property
     def _op(self) -> Callable[..., Any]:
         """What generated code calls."""
-        run, layouts = self.compiled, tuple(t.stride() for t in self.ops.inputs)
+        run, several = self.compiled, len(self.sizes)
+        fixed = tuple((tuple(t.shape), t.stride()) for t in self.ops.inputs)
+        layouts: Callable[..., tuple[Layout, ...]] = self.open.layouts if self.open else lambda: fixed
 
-        def laid_out(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        def laid_out(args: Sequence[Any]) -> list[Any]:
             # A library may return other strides than its fake tensors, and compiled code does not look at them.
-            return [a if a.stride() == s else _with_strides(a, s) for a, s in zip(args, layouts, strict=True)]
+            sizes, tensors = args[:several], args[several:]
+            pairs = zip(tensors, layouts(*sizes), strict=True)
+            return [*sizes, *(a if a.stride() == s else _with_strides(a, s) for a, (_, s) in pairs)]
 
         if len(self.ops.outputs) == 1:
             return lambda *args: run(laid_out(args))[0]
         return lambda *args: run(laid_out(args))
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run the kernel; on fake tensors, the region's ops."""
-        if isinstance(args[0], FakeTensor):
-            found = self.ops(*args)
-            return found[0] if len(found) == 1 else found
-        return self._op(*args)
+        return self.in_eager_mode(*args) if isinstance(args[-1], FakeTensor) else self._op(*args)
+
+    def in_eager_mode(self, *args: Any) -> Any:
+        """Run the region's ops."""
+        found = self.ops(*args[len(self.sizes) :])
+        return found[0] if len(found) == 1 else found
 
     def __deepcopy__(self, memo: object) -> FusedKernel:
         return self
@@ -201,14 +274,23 @@ def begin_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> Callable
         Exception: Inductor cannot compile the region.
     """
     with torch.random.fork_rng(devices=[]):
-        end = begin(ops.in_widest, ops.inputs)
+        symbols = SizeSymbols(ops.sizes)
+        end = begin(partial(ops.in_widest, symbols.of), ops.inputs, symbols)
 
     def made() -> FusedKernel:
         with torch.random.fork_rng(devices=[]):
             run = end()
-            return FusedKernel(ops.key, ops, run, *unprofiled(lambda: _tried(step, region, ops, run)))
+            tried = unprofiled(lambda: _tried(step, region, ops, run))
+            return FusedKernel(ops.key, ops, run, *tried, open=_opened(ops, symbols, tried))
 
     return made
+
+
+def _opened(ops: RegionOps, symbols: SizeSymbols, tried: tuple[int, int]) -> OpenKernel | None:
+    """Return at which sizes a kernel may be used; None if it has no open ones."""
+    if ops.sizes is None:
+        return None
+    return OpenKernel(symbols.holds(), ops.sizes.layouts(ops.inputs), {symbols.values: tried})
 
 
 def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> tuple[int, int]:
@@ -216,10 +298,11 @@ def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) ->
     the check takes."""
     arguments = SyntheticArguments(step)
     call = Call("", ops, tuple(map(Ref, region.inputs)), {}, ())
+    sizes = tuple(map(int, ops.sizes.given)) if ops.sizes else ()
     with torch.no_grad(), torch.autocast(step.device.type, enabled=False):
         args, _ = arguments.of(call)
-        run(list(args))  # loads libraries
-        peak, found = peak_above_entry(lambda: run(list(args)), step.device)
+        run([*sizes, *args])  # loads libraries
+        peak, found = peak_above_entry(lambda: run([*sizes, *args]), step.device)
         _check_layouts(args, found, ops.outputs)
         needed, _ = peak_above_entry(lambda: ops.check(args, found), step.device)
     own = sum(allocated(t.untyped_storage().nbytes(), t.device) for t in found)
@@ -263,8 +346,8 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float(difference.norm()) / max(float(exact.nan_to_num(0.0, 0.0, 0.0).norm()), 1e-300)
 
 
-def _layout(t: torch.Tensor) -> str:
-    return f"{t.dtype}{tuple(map(int, t.shape))}{tuple(map(int, t.stride()))} on {t.device}"
+def _layout(t: torch.Tensor, size: Callable[[int], object]) -> str:
+    return f"{t.dtype}{[*map(size, shape_of(t))]}{[*map(size, stride_of(t))]} on {t.device}"
 
 
 def _results(call: Call, given: Any) -> Sequence[torch.Tensor]:
@@ -283,9 +366,9 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _untracked(leaf: Any) -> Any:
-    """Return a plain integer in place of a tracked size."""
-    return int(leaf) if isinstance(leaf, TrackedSize) else leaf
+def _untracked(size: Callable[[int], Any], leaf: Any) -> Any:
+    """Return what stands for a tracked size, such as a plain integer; another leaf as it is."""
+    return size(leaf) if isinstance(leaf, TrackedSize) else leaf
 
 
 def _in_float64(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ class CheckedKernel:
     def __str__(self) -> str:
         return f"{self.kernel}.checked"
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Return the kernel's results; at the first call those of eager mode if the kernel's fail the check."""
         if self.kernel.real.checked:
             return self.kernel(*args)
@@ -37,11 +37,11 @@ class CheckedKernel:
         found = self.kernel.compiled(list(args))
         try:
             with torch.no_grad():
-                self.kernel.ops.check(args, found)
+                self.kernel.ops.check(args[len(self.kernel.sizes) :], found)
         except CannotFuse as error:
             self.kernel.real.error = str(error)
             del found
-            found = self.kernel.ops(*args)
+            return self.kernel.in_eager_mode(*args)
         return found[0] if len(found) == 1 else tuple(found)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.tracked_sizes import OpenSizes
 
 Kind = TypeVar("Kind")
 InputKind = Literal["parameter", "buffer", "batch", "constant", "tangent", "answer"]
@@ -210,6 +211,8 @@ class CapturedStep:
     arrived: frozenset[str] = frozenset()
     """Positions (as text) of outputs from which a scalar output, the loss, is computed, and whose gradients are inputs
     of the step nevertheless: an earlier backward got them."""
+    open_sizes: OpenSizes | None = None
+    """What its tracked sizes are the values of; None if it has none."""
 
     @cached_property
     def call(self) -> dict[str, Call]:

@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from torch._C import _dispatch_tls_local_exclude_set as excluded_dispatch_keys
     from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
     from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import OptimizedModule
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.backends.common import aot_autograd
@@ -171,6 +172,7 @@ LATER = {
     "compile_fx_inner": ("torch._inductor.compile_fx", "compile_fx_inner"),
     "device_mode": ("torch.utils._device", ""),
     "dynamo_config": ("torch._dynamo.config", ""),
+    "enable_python_dispatcher": ("torch._dispatch.python", "enable_python_dispatcher"),
     "estimate_runtime": ("torch._functorch.partitioners", "estimate_runtime"),
     "excluded_dispatch_keys": ("torch._C", "_dispatch_tls_local_exclude_set"),
     "functorch_config": ("torch._functorch.config", ""),
@@ -309,6 +311,7 @@ __all__ = [
     "disable_profiler_legacy",
     "dynamo_config",
     "enable_profiler_legacy",
+    "enable_python_dispatcher",
     "estimate_runtime",
     "excluded_dispatch_keys",
     "forward_mode_level",

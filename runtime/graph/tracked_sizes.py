@@ -6,14 +6,24 @@ source takes as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 
 SizeValues = Sequence[int]
 """The values of all expressions of a step with open sizes, by position."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenSizes:
+    """What the tracked sizes of a step are the values of."""
+
+    expressions: Mapping[Any, int]
+    """The position of each SymPy expression. The batch's sizes, which are the symbols in them, are there, too."""
+    values: SizeValues
+    """Their values for the batch of the step."""
 
 
 class TrackedSize(int):

@@ -72,9 +72,14 @@ class ExpressionTable:
     def compiled(self) -> Callable[..., tuple[int, ...]]:
         """Return a function from the batch's sizes, in the order of ``symbols``, to the values of all expressions by
         position."""
-        body = "".join(f"{PRINTER.doprint(e)}, " for e in self.expressions)
-        source = f"lambda {', '.join(self.symbols)}: ({body})"
-        return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
+        return values_of(self.expressions, self.symbols)
+
+
+def values_of(expressions: Iterable[Any], symbols: Sequence[str]) -> Callable[..., tuple[int, ...]]:
+    """Return a function of the values of ``symbols`` that returns those of SymPy expressions, or integers."""
+    body = "".join(f"{PRINTER.doprint(e)}, " for e in expressions)
+    source = f"lambda {', '.join(symbols)}: ({body})"
+    return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]
 
 
 def condition(assumed: Sequence[Any], symbols: Sequence[str]) -> Callable[..., bool]:

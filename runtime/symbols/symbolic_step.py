@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
-from rematplan.runtime.graph.tracked_sizes import TrackedSize, track
+from rematplan.runtime.graph.tracked_sizes import OpenSizes, TrackedSize, track
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, OpenSize, has_open, tracked
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, FixedSize, SizeGuard
 
@@ -68,11 +69,15 @@ class OpenStep:
     """For each argument of ``expressions``, the position of the tensor in the batch and the dimension."""
     fixed: tuple[FixedSize, ...]
     """The sizes of the batch that are not symbolic."""
+    positions: Mapping[Any, int] = field(default_factory=dict, repr=False)
+    """By SymPy expression, its position among those of ``expressions``; empty if symbols may be missing there."""
 
     @staticmethod
     def of(step: CapturedStep, symbols: BatchSymbols, table: ExpressionTable) -> OpenStep:
         """Make a step with open sizes from a captured step that was read from a trace with symbolic sizes."""
         values, memories = _opened(step, table)
+        for at, dim in symbols.places.values():
+            table.add(symbols.fakes[at].shape[dim])
         return OpenStep(
             step.name,
             step.inputs,
@@ -85,6 +90,7 @@ class OpenStep:
             table.compiled(),
             tuple(symbols.places.values()),
             symbols.fixed,
+            table.expressions,
         )
 
     @staticmethod
@@ -144,7 +150,8 @@ class OpenStep:
             else call
             for call in self.calls
         )
-        return CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
+        step = CapturedStep(self.name, self.inputs, self.outputs, calls, values, self.constants)
+        return replace(step, open_sizes=OpenSizes(self.positions, sizes)) if self.positions else step
 
     def bases(self, batch: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return a batch's tensors by memory; `NotSymbolic` if two share memory or the step relies on offsets."""

@@ -339,7 +339,37 @@ def test_gradients_of_outputs_with_any_strides_or_none() -> None:
                 torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4, msg=f"{name}: {n}")
 
 
-def test_further_shapes_get_kernels_of_their_own() -> None:
+def test_further_sizes_share_kernels_whatever_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Net(1)
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    carried, made = planned(model, BATCH, strategy="store_all"), planned(model, BATCH, budget="90%")
+    begun, right = list[Any](), kernel.begin
+    monkeypatch.setattr(kernel, "begin", lambda *args: begun.append(args) or right(*args))
+    compiled: list[int] = []
+    for length in (32, 24, 28, 12):
+        batch = BATCH[:, :length].contiguous()
+        got = {n: t.clone() for n, t in results(model, carried, batch).items()}
+        again = results(model, made, batch)
+        assert all(torch.equal(again[n], got[n]) for n in got), length
+        expected, wide = results(plain, plain, batch), results(exact, exact, batch.double())
+        assert distance(got, wide) <= 4 * distance(expected, wide), length
+        model.zero_grad(set_to_none=True)
+        del again
+        fixed = batch.nbytes + sum(p.nbytes for p in model.parameters())
+        for found in (carried, made):
+            peak, _ = peak_above_entry(lambda found=found, x=batch: found(x).backward(), torch.device("cpu"))
+            assert 0 <= found.plan.peak - (fixed + peak) <= 64 or (found, length) == (carried, 28)
+            assert fixed + peak <= found.plan.peak
+        compiled.append(len(begun))
+    # Those of fixed sizes, of open ones, and no further ones.
+    assert compiled[0] < compiled[1] == compiled[3]
+    stats = rematplan.planning(carried).stats()
+    assert (stats.captures, stats.open_captures, stats.carried) == (1, 1, 1)
+    assert "fused_" in carried.source
+
+
+def test_a_size_of_one_has_kernels_of_its_own() -> None:
     torch.manual_seed(0)
     model = Net(1)
     found, plain = planned(model, BATCH, budget="100%"), copy.deepcopy(model)

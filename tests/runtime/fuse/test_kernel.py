@@ -7,14 +7,19 @@ import os
 import shutil
 
 import pytest
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
+from torch.compiler import config
 from torch.nn import functional
 
 from rematplan.module.captures import capture_call
 from rematplan.runtime.fuse import inductor, kernel
 from rematplan.runtime.fuse.channels_last import in_channels_last
 from rematplan.runtime.fuse.fuse import Kernels, fuse
+from rematplan.runtime.fuse.open_sizes import RegionSizes, SizeSymbols
+from rematplan.runtime.graph import compat
+from rematplan.runtime.graph.tracked_sizes import OpenSizes, TrackedSize, track
 
 COMPILES = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="no C++ compiler"
@@ -84,6 +89,37 @@ def test_sums_of_many_rows_are_as_exact_as_in_eager_mode() -> None:
         rounding = torch.finfo(torch.float32).eps
         own, theirs = (kernel._distance(t, c.double()) for t in (a, b))
         assert own <= 4 * max(rounding, theirs)
+
+
+@COMPILES
+def test_sums_of_an_open_number_of_rows_are_as_exact_as_in_eager_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sums(x: Tensor) -> list[Tensor]:
+        y = x * x
+        return [y.flatten(0, 1).sum(0), y.sum((0, 1)), y.sum((1, 0), keepdim=True), y.sum(1), y.mean((0, 1))]
+
+    b, t = sympy.symbols("b t", positive=True, integer=True)
+    opened = OpenSizes({b: 0, t: 1, 16 * t: 2}, (4, 1200, 19200))
+    shape, stride = (TrackedSize(4, 0), TrackedSize(1200, 1), 16), (TrackedSize(19200, 2), 16, 1)
+    x = torch.empty(4, 1200, 16)
+    track(x, shape, stride)
+    symbols = SizeSymbols(RegionSizes(opened, [*shape[:2], stride[0]]))
+    tags, inner = list[str](), compat.compile_fx_inner
+    monkeypatch.setattr(
+        compat, "compile_fx_inner", lambda *given: tags.append(config.cache_key_tag) or inner(*given)
+    )
+    run, holds = inductor.begin(sums, [x], symbols)(), symbols.holds()
+    # Inductor's cache looks at symbols only, but what it writes may depend on the sizes.
+    assert tags == ["(4, 1200)"]
+    assert not holds(1, 1200)
+    for size in ((4, 1200), (3, 700), (70, 200)):
+        assert holds(*size)
+        given = torch.rand(*size, 16, generator=torch.Generator().manual_seed(0))
+        for a, e, c in zip(run([*size, given]), sums(given), sums(given.double()), strict=True):
+            assert (a.shape, a.stride()) == (e.shape, e.stride())
+            rounding = torch.finfo(torch.float32).eps
+            assert kernel._distance(a, c) <= 4 * max(rounding, kernel._distance(e, c))
 
 
 @pytest.mark.parametrize(
