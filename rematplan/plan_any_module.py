@@ -183,8 +183,8 @@ def plan_module(
         kernels: ``eager`` for the kernels of eager mode; ``fused`` for kernels that Inductor compiles, each for several
             neighbouring ops (pointwise ops, reductions, norms), between matrix products, convolutions and other ops of
             libraries. Results then differ from eager mode's by rounding; they are the same in every run and under every
-            plan. A percentage refers to the peak of the fused step or, with ``split``, of the step with neither. Each
-            further shape gets kernels of its own. Ops whose kernel cannot be compiled run as in eager mode, and a
+            plan. A percentage refers to the peak of the fused step or, with ``split``, of the step with neither. The
+            second shape gets kernels with open sizes, which serve further ones. Ops whose kernel cannot be compiled run as in eager mode, and a
             warning says so.
 
     Raises:
