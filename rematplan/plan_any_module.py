@@ -184,8 +184,8 @@ def plan_module(
             neighbouring ops (pointwise ops, reductions, norms), between matrix products, convolutions and other ops of
             libraries. Results then differ from eager mode's by rounding; they are the same in every run and under every
             plan. A percentage refers to the peak of the fused step or, with ``split``, of the step with neither. The
-            second shape gets kernels with open sizes, which serve further ones. Ops whose kernel cannot be compiled run as in eager mode, and a
-            warning says so.
+            second shape gets kernels with open sizes, which serve further ones. Ops whose kernel cannot be compiled run
+            as in eager mode, and a warning says so.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.
