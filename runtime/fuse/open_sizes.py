@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias, cast
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -37,7 +36,7 @@ class RegionSizes:
         self.symbols = tuple(dict.fromkeys(symbol for some in found for symbol in some))
         #: Their values, which a kernel takes before its tensors.
         self.given = tuple(TrackedSize(opened.values[place[s]], place[s]) for s in self.symbols)
-        self._own = {s: sympy.Symbol(f"n{k}", integer=True) for k, s in enumerate(self.symbols)}
+        self._own = {s: type(s)(f"n{k}", integer=True) for k, s in enumerate(self.symbols)}
 
     def text(self, size: int) -> str:
         """Return a size as text, equal for equal regions of several captures."""
@@ -120,7 +119,7 @@ class SizeSymbols:
         ranges = {s: self.env.var_to_range[s] for s in symbols}
         assumed = [
             *(guard.expr for guard in self.env.guards),
-            *(sympy.Eq(s, e) for s, e in self.env.replacements.items() if s in ranges),
+            *(one for s, e in self.env.replacements.items() if s in ranges for one in (s >= e, s <= e)),
             *(s >= r.lower for s, r in ranges.items()),
             *(s <= r.upper for s, r in ranges.items() if r.upper.is_Integer),
         ]
