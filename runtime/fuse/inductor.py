@@ -142,7 +142,7 @@ class _InStages:
         rows, parts = prod(x.shape[d] for d in reduced), 0
         if isinstance(rows, torch.SymInt):
             single = not others and self.symbols.factor(rows) is None
-            if single and rows.node.hint <= ROWS:
+            if single and rows.node.hint <= OPEN_PARTS:
                 return NotImplemented
         else:
             parts = max(n for n in range(1, isqrt(rows) + 1) if x.shape[first] % n == 0)
