@@ -17,8 +17,8 @@ more than was measured for any whole step.
 
 
 def allocated(size: int, device: torch.device) -> int:
-    """Return the bytes that CUDA's caching allocator may count for a tensor of ``size`` bytes; for another device
-    than CUDA ``size`` itself."""
+    """Return an upper estimate of the bytes that CUDA's caching allocator counts for a tensor of ``size`` bytes;
+    ``size`` itself if ``device`` is no CUDA device."""
     if device.type != "cuda":
         return size
     block = -(-size // GRAIN) * GRAIN

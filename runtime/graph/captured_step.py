@@ -290,8 +290,8 @@ class CapturedStep:
 
     @cached_property
     def after_loss(self) -> frozenset[str]:
-        """The calls that run after the loss boundary: those that read an output's gradient or are `Call.late`, and
-        all that depend on them."""
+        """The names of the calls that run after the loss boundary: those that read an output's gradient or are
+        `Call.late`, and all that depend on such calls."""
         after = {i.value for i in self.inputs if i.kind == "tangent"}
         found = set()
         for call in self.calls:

@@ -38,8 +38,8 @@ class KnownValues:
         return self.known[value]
 
     def _compute(self, name: str | None, depth: int) -> None:
-        """Add the results of the call ``name`` to `known`, if its operands are known within ``depth - 1`` further calls
-        and it may be computed."""
+        """Add the results of the call ``name`` to `known`. Nothing if it is None or ordered, if a result exceeds
+        `LARGEST_CONSTANT` elements, or if an operand is not known within ``depth - 1`` further calls."""
         call = self.step.call.get(name or "")
         if call is None or call.ordered or not depth:
             return

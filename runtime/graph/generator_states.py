@@ -91,7 +91,8 @@ def set_state_of(generator: Any, state: Any) -> None:
 
 @contextmanager
 def kept_generators(generators: Iterable[Any]) -> Iterator[None]:
-    """Restore the states of generator objects after the block, except those that have none."""
+    """Restore the states of generator objects after the block, also if it raises. `random.SystemRandom`, which has no
+    state, is left out."""
     states = [(one, state_of(one)) for one in generators if not isinstance(one, random.SystemRandom)]
     try:
         yield

@@ -20,9 +20,10 @@ class Slice:
 
 
 def picked_slice(indices: Sequence[np.ndarray[Any, Any] | None], shape: Sequence[int]) -> Slice | None:
-    """Return the slice with the same elements in the same order as ``x[indices]``, or None if there is none. None also
-    for arrays that are empty, not integers, or exceed the shape, and for several arrays if they do not index the first
-    dimensions. Negative indices count from the end."""
+    """Return the slice with the same elements in the same order as ``x[indices]`` for an ``x`` of ``shape``, or None.
+    None also for empty, boolean or out-of-range arrays, for one array of several dimensions, and for several that need
+    broadcasting or skip leading dimensions. An index of None selects a whole dimension; negative indices count from the
+    end."""
     present = {k: one for k, one in enumerate(indices) if one is not None}
     if not present or not all(one.dtype.kind in "iu" and one.size for one in present.values()):
         return None
@@ -51,7 +52,8 @@ def _progression(dim: int, picked: np.ndarray[Any, Any]) -> Slice | None:
 
 
 def _goes_through(found: Slice, shape: Sequence[int], lists: Sequence[np.ndarray[Any, Any]]) -> bool:
-    """Return whether index arrays enumerate a slice of a tensor's first dimensions in row-major order."""
+    """Return whether the index arrays ``lists``, one a dimension, enumerate the slice ``found`` of a tensor's first
+    dimensions, of sizes ``shape``, in row-major order."""
     ranges = [np.arange(n) for n in shape]
     ranges[found.dim] = ranges[found.dim][found.start : found.end : found.step]
     grid = np.meshgrid(*ranges, indexing="ij")

@@ -30,6 +30,7 @@ _AS_IN_EAGER: dict[Any, Callable[..., Any]] = {
 
 
 def kernel_of(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives, outside autograd, the bits of eager mode under autograd; usually the op itself."""
+    """Return the function that computes outside autograd the bits that the op ``target`` has in eager mode under
+    autograd; usually the op itself."""
     kernel: Callable[..., Any] = getattr(target, "_op", target)  # OpOverload.__call__ only forwards to _op
     return _AS_IN_EAGER.get(target, kernel)

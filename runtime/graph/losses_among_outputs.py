@@ -10,8 +10,9 @@ CLONE = torch.ops.aten.clone.default
 
 
 def in_own_losses(step: CapturedStep) -> frozenset[str]:
-    """Return the positions, as text, of outputs with a tangent that are losses or from which a loss is computed. An
-    output of at most one element counts as a loss: a training loop calls backward on it."""
+    """Return the positions, as text, of the losses and of the outputs from which a loss is computed; outputs without a
+    tangent are left out. A loss is an output with a tangent and at most one element: a training loop calls backward on
+    it."""
     tangents = {i.target for i in step.inputs if i.kind == "tangent"}
     outputs = {o.target: o.value for o in step.outputs if o.kind == "output" and o.target in tangents}
     scalars = {target for target, value in outputs.items() if step.values[value].fake.numel() <= 1}

@@ -15,7 +15,8 @@ STACK = "nn_module_stack"
 
 
 def dotted(name: str) -> str:
-    """Return the name of an ONNX node like a module's: ``layers.0.fc.MatMul`` for ``/layers.0/fc/MatMul``."""
+    """Return the name of an ONNX node like a module's: ``layers.0.fc.MatMul`` for ``/layers.0/fc/MatMul``. A part that
+    the next one repeats is dropped: ``blocks`` of ``blocks/blocks.1``."""
     parts: list[str] = []
     for part in name.strip("/").split("/"):
         # PyTorch's exporter repeats a sequence's name in its members: ``/blocks/blocks.1/Add`` becomes

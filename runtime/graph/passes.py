@@ -10,9 +10,9 @@ from rematplan.runtime.graph.captured_step import (
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:
-    """Return the step with ``backward`` set for each call: false if it is needed before the loss boundary and can run
-    there, else true. Needed are random calls and collectives, what makes an output that exists there, and what such
-    calls read."""
+    """Return the step with ``backward`` set for each call: false if the call is needed before the loss boundary and can
+    run there, else true. Needed are random calls, collectives, calls that make an output that exists there, and all
+    calls whose results a needed call reads."""
     late = step.after_loss
     needed = {o.value for o in step.outputs if step.values[o.value].call not in late}
     backward = set()

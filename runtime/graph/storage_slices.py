@@ -24,7 +24,8 @@ class Band:
         return self.length == self.period
 
     def holds(self, other: Band) -> bool:
-        """Return whether this band contains all elements of another band of the same period; not if they differ."""
+        """Return whether this band contains all elements of another band of the same period; False if the periods
+        differ."""
         return (
             self.period == other.period
             and self.start <= other.start
@@ -33,7 +34,8 @@ class Band:
 
 
 def band(tensor: torch.Tensor) -> Band | None:
-    """Return the band that a tensor covers, or None if it is empty, repeats an element, or covers no band."""
+    """Return the band whose elements a tensor has, each once, in any order of dimensions; None if there is none, as for
+    an empty tensor."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     dims = sorted(
         (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1

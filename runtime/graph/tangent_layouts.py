@@ -79,7 +79,8 @@ def _as_captured(step: CapturedStep, call: Call) -> Call:
 
 @dataclass(frozen=True, eq=False)
 class AsCaptured:
-    """An op whose arguments are first copied to the strides that they had at capture, if their strides differ."""
+    """An op whose positional tensor arguments are first copied to the strides that they had at capture, if their
+    strides differ."""
 
     op: Callable[..., Any]
     """The op."""
@@ -106,8 +107,8 @@ class LikeFirst(AsCaptured):
 
 
 def _has_layout_of_first(step: CapturedStep, call: Call) -> bool:
-    """Return whether eager mode writes a call's result into its first argument, which is dense and of the result's
-    shape. False for views, `LAID` and ops in `IN_PLACE`."""
+    """Return whether eager mode writes a call's first result into the call's first argument, and this argument is a
+    dense tensor of the result's shape. False for views, `LAID` and ops in `IN_PLACE`."""
     if not call.written or call.target in IN_PLACE or call.is_view or str(call.target) == LAID:
         return False
     first, made = call.args[0], step.values.get(call.results[0] or "")
@@ -127,8 +128,8 @@ def _laid_out(arg: Any, strides: Any) -> Any:
 
 
 def _copies_to_reshape(step: CapturedStep) -> dict[str, Any]:
-    """Return, by name, the clones that a reshape was captured as: those that are no output and that only one
-    `_unsafe_view` reads. The values are the shapes of these views."""
+    """Return, for each clone as which a reshape was captured, by name, the shape of the `_unsafe_view` that alone reads
+    the clone. Clones that the step returns are left out."""
     outputs, found = step.returned(), {}
     for call in step.calls:
         if call.target is ATEN.clone.default and step.values[call.results[0] or ""].storage not in outputs:
@@ -165,8 +166,8 @@ class Notes:
         )
 
     def with_layouts(self, step: CapturedStep) -> CapturedStep:
-        """Return the step with the recorded shape, strides, offset and storage size of each recorded value; others
-        are unchanged."""
+        """Return the step in which each recorded value has the recorded shape, strides, offset and storage size; other
+        values are unchanged."""
         with FakeTensorMode():
             noted = {name: _fake(step.values[name], layout) for name, layout in self.layouts.items()}
         return replace(step, values={**step.values, **noted})

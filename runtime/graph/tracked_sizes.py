@@ -78,8 +78,8 @@ def has_tracked(given: Any) -> bool:
 
 
 def without_values(given: Any) -> Any:
-    """Return a hashable form of nested arguments, equal if they differ only in values of tracked sizes. It
-    distinguishes 1, 1.0 and True."""
+    """Return a hashable form of nested arguments; arguments that differ only in the values of tracked sizes have equal
+    forms. The numbers 1, 1.0 and True have different forms."""
     if isinstance(given, TrackedSize):
         return TrackedSize, given.at
     if isinstance(given, (tuple, list)):

@@ -20,7 +20,7 @@ DEEPEST = 24
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval that contains every element of a tensor or number."""
+    """An interval that contains every element of a tensor, except NaNs, or a number."""
 
     low: float = -math.inf
     """The lower end, included."""
@@ -43,14 +43,15 @@ class Range:
 
 
 class Ranges:
-    """The intervals that contain the elements of a captured step's values for all inputs, derived on demand."""
+    """The intervals that contain the elements of a captured step's values for every batch, derived on demand.
+    ``known``: the present contents of parameters, buffers and constants."""
 
     def __init__(self, step: CapturedStep, known: KnownValues) -> None:
         self.step, self.known = step, known
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Range:
-        """Return the range of a number, or of a value by its `Ref`; unbounded if nothing is known or ``depth`` calls
-        do not suffice."""
+        """Return the range of a number, or of a value by its `Ref`; unbounded if no rule applies. ``depth``: the number
+        of calls that may be followed, beyond which the range is unbounded."""
         if not isinstance(value, Ref):
             return Range(float(value), float(value))
         tensor = self.known(value.value)

@@ -12,7 +12,8 @@ leaves the context managers of this package."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line: the innermost frame outside this package, torch, contextlib and generated code."""
+    """Warn at the user's line: that of the innermost frame outside this package, torch, contextlib and generated code,
+    else of the outermost frame."""
     # A fixed ``stacklevel`` would count frames, whose number changes with each release of torch.
     frame = _users_frame(sys._getframe(1))
     variables = frame.f_globals

@@ -47,7 +47,7 @@ class WritingCall:
     written: tuple[int, ...]
     """The positions of the tensors that it may write into."""
     strides: tuple[tuple[int, ...], ...]
-    """Of each tensor in the trace. The function may have got them as numbers."""
+    """The strides of each tensor in the trace. The function may have got these strides as numbers."""
 
     @property
     def name(self) -> str:
@@ -62,9 +62,9 @@ class WritingCall:
     def results(
         self, tensors: Sequence[torch.Tensor], owned: frozenset[int] = frozenset()
     ) -> list[torch.Tensor]:
-        """Call the function; return the tensors that it returns, then those that it has written. A tensor is copied
-        first if its strides differ from the trace's, or if it is written and its position is not in ``owned``. A kernel
-        is not launched on fakes."""
+        """Call the function on ``tensors``; return the tensors that it returns, then those that it has written. A
+        tensor is copied first if its strides differ from the trace's, or if it is written and its position is not in
+        ``owned``. A kernel is not launched if a tensor is fake or meta."""
         own = [
             _copied(t, stride) if (at in self.written and at not in owned) or _differ(t, stride) else t
             for at, (t, stride) in enumerate(zip(tensors, self.strides, strict=True))
@@ -146,8 +146,8 @@ class NewContents:
         return hash((self.writer.name, self.new))  # arguments of kernels may have no hash
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Make the new tensors, run the function on them and on ``tensors``, the others, and return what
-        `WritingCall.results` does."""
+        """Make the new tensors, run the function on these and on its other tensors, ``tensors``, and return what
+        `WritingCall.results` does. Written tensors among ``tensors`` are copied first."""
         every = list(tensors)
         for one in self.new:
             # On fakes, the new tensor must be a fake, too.
@@ -167,8 +167,8 @@ def with_written_calls(step: CapturedStep) -> CapturedStep:
 
 
 def _written(step: CapturedStep, call: Call) -> Call:
-    """Return a call of `WRITE` as one of `NewContents`. That makes written tensors that begin empty or as zeros itself,
-    and reads a clone's source instead of the clone."""
+    """Return a call of `WRITE` as one of `NewContents`, which itself makes each written tensor that begins empty or as
+    zeros. If a written tensor is a clone, the new call reads the clone's source."""
     writer, tensors = _WRITERS[call.args[0]], list(call.args[1])
     new = []
     for at in writer.written:

@@ -17,11 +17,12 @@ class Zeros:
     values: frozenset[str]
     """The names of values that are zero, the missing tangents included."""
     sums: dict[str, str]
-    """By call of an addition of a zero, the other value, which equals the sum."""
+    """By the name of a call that adds a zero to another value, the name of that value, which equals the sum."""
 
 
 def zeros_without(step: CapturedStep, missing: Iterable[str]) -> Zeros:
-    """Return which values are zero, and which sums equal one summand, if the tangents named ``missing`` are zero."""
+    """Return which values of the backward half are zero, and which sums without ``alpha`` equal one summand, if the
+    tangents ``missing``, by value name, are zero."""
     late = {i.value for i in step.inputs if i.kind == "tangent"}
     zero = set(missing)
     sums: dict[str, str] = {}
