@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A device for the roofline model. Figures of GPUs are from their vendors' data sheets."""
+    """A device of the roofline model. In `DEVICE_MODELS`, figures of GPUs are from their vendors' data sheets."""
 
     name: str
     summary: str
@@ -55,7 +55,8 @@ DEFAULT_DEVICE_MODEL = "a100"
 
 
 def device_model(name: str) -> DeviceModel:
-    """Return the device model called ``name``, or of the file ``name`` if it ends with ``.json``; else `UsageError`."""
+    """Return the known device model ``name``, or that of the file ``name`` if it ends with ``.json``. `UsageError` if
+    the name is unknown, or the file unreadable or malformed."""
     if name.endswith(".json"):
         return _model_of_file(name)
     if name not in DEVICE_MODELS:

@@ -43,7 +43,8 @@ def release_libraries(device: torch.device) -> None:
 
 
 def kept_by_libraries(call: Callable[[], object], device: torch.device) -> int:
-    """Run ``call`` on CUDA, and return the bytes that libraries keep afterwards; 0 on a CPU, where it does not run."""
+    """Run ``call`` on CUDA, after cuBLAS's workspaces were freed, and return the bytes that libraries keep afterwards.
+    On a CPU return 0 and run nothing."""
     if device.type != "cuda":
         return 0
     # cuBLAS keeps a workspace for each pair of a thread and a stream, on Hopper 32 MiB. Those that exist are
@@ -63,8 +64,8 @@ def peak_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, 
 
 
 def peak_and_rest_above_entry(call: Callable[[], T], device: torch.device) -> tuple[int, int, T]:
-    """Run ``call``. Return the peak of allocated bytes and those at its end, both above those at its start, and its
-    result."""
+    """Run ``call``. Return its peak of allocated bytes and the allocated bytes at its end, each less those at its
+    start, and its result. The second number is negative if more was freed than allocated."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -172,8 +173,8 @@ def interleaved_seconds(
 def interleaved_rounds(
     calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5, settling: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Time functions alternately, so that slow periods affect all alike, and return the seconds of each round. One
-    untimed call of each comes first, and ``settling`` before each timed one."""
+    """Time functions alternately, so that slow periods affect all alike, and return the seconds of each round by name.
+    Each function is called once untimed at first, and ``settling`` times untimed before each timed call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()

@@ -75,8 +75,8 @@ class OptimizerMemory:
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerMemory:
-    """Return an optimizer's memory on a device: by `KINDS`, or for another class by a trial with a copy; `UsageError`
-    if the trial fails."""
+    """Return an optimizer's memory on ``device``, for those of its parameters there that need gradients: by `KINDS`, or
+    for another class by a trial of all its groups. `UsageError` if that trial fails."""
     kind = _kind_of(optimizer)
     made = {p: [t for v in of.values() for t in plain_tensors(v)] for p, of in optimizer.state.items()}
     tensors: list[torch.Tensor] = []
@@ -146,8 +146,8 @@ def _trial(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
 
 
 def _transient(kind: OptimizerKind, params: Sequence[torch.Tensor], group: Group) -> int:
-    """Return the temporary bytes of an optimizer's step for one parameter group: 0 if fused, else those of the loop or
-    ``foreach``, the larger if PyTorch may choose."""
+    """Return the temporary bytes of an optimizer's step for one parameter group: 0 if fused, else those of the loop, or
+    of ``foreach`` if that option is true. If it is None, not on a CPU, PyTorch may choose: the larger."""
     device = params[0].device
     every = sum(allocated(p.nbytes, device) for p in params)
     if group.get("fused") or (kind.kernels and device.type != "cpu"):
@@ -206,8 +206,8 @@ def _hf_adafactor(p: torch.Tensor, group: Group) -> list[int]:
 
 
 def _quantised(*copies: int) -> Sizes:
-    """Return an `OptimizerKind.state` for bitsandbytes: for each of ``copies`` a tensor with so many values per
-    element, of 32 bits, or of 8 bits with scales (`_in_8_bits`)."""
+    """Return an `OptimizerKind.state` for bitsandbytes: for each n in ``copies`` a tensor of n values per element, in
+    32 bits, or in 8 bits with scales (`_in_8_bits`). The option ``max_unorm`` adds a float32."""
 
     def sizes(p: torch.Tensor, group: Group) -> list[int]:
         # A float32 for updates that are bounded by the parameter's norm.
@@ -311,8 +311,8 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
 
 
 def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Return the measured peak, in bytes on the CPU, of a second training step, with all that is held at its beginning.
-    ``model``: its output is the loss."""
+    """Run two training steps on the CPU, which change ``model`` and ``optimizer``. Return the second one's peak bytes,
+    with parameters, buffers, inputs and state included. The model's output is the loss."""
 
     def step() -> None:
         model(*inputs).backward()

@@ -33,8 +33,9 @@ class Trial:
 
 
 def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
-    """Return the memory of an optimizer's step, measured on two steps of a copy without state, whose tensors are on
-    ``meta``. What kernels allocate inside is not seen; for matrix decompositions it is assumed (`DECOMPOSITION`)."""
+    """Return the memory of an optimizer's step, from two steps of a copy without state whose tensors are on ``meta``;
+    the step's exceptions pass through. Memory inside of kernels is not seen; for matrix decompositions it is assumed
+    (`DECOMPOSITION`)."""
     twin: Any = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []
     copies: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): groups}
@@ -71,7 +72,8 @@ def try_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Trial:
 
 
 class _Allocated(TorchDispatchMode):
-    """Counts the bytes of the storages that ops allocate: ``live`` now, and at the ``peak``."""
+    """Counts the bytes of the storages that ops allocate on ``meta`` or on a device of the type of ``device``: those
+    ``live`` now, and at the ``peak``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,7 +107,7 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
 
 
 class _ToMeta(TorchFunctionMode):
-    """Lets copies of tensors be on the device ``meta``."""
+    """Makes each copy of a tensor, by ``clone`` or ``deepcopy``, an uninitialised tensor on the device ``meta``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

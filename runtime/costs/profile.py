@@ -62,9 +62,10 @@ def profile_costs(
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:
-    """Return the costs of a step's calls and inverses, without views, measured here unless cached; collectives are
-    modelled. ``cache``: the folder, by default the user's. ``only``: the names of the calls in question; None: all. A
-    busy machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning` tells of both."""
+    """Return, by name, the costs of a step's calls and inverses, without views, measured here unless cached;
+    collectives are modelled. ``cache``: the folder, by default the user's. ``only``: the names of the calls in
+    question; None: all. A busy machine's costs are not cached, nor are guesses for calls that fail; `ProfileWarning`
+    tells of both."""
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = profile_file(step.device, cache)
@@ -179,8 +180,8 @@ def _modelled(step: CapturedStep, call: Call) -> CallCost:
 def _measured(
     step: CapturedStep, call: Call, arguments: SyntheticArguments, known: CallCost | None
 ) -> CallCost:
-    """Return the cost of a call: the shortest of several executions in this round, and its memory, measured unless
-    ``known`` has it."""
+    """Return a call's cost: the shortest time of its executions in this round, with the memory that ``known`` has or,
+    if that is None, with measured memory."""
     args, kwargs = arguments.of(call)
     target = deepcopy(as_run(call).target)  # an op that draws labels counts its draws
     run, device = partial(kernel_of(target), *args, **kwargs), step.device
@@ -199,8 +200,8 @@ def _measured(
 def _memory(
     run: Callable[[], Any], arguments: object, device: torch.device
 ) -> tuple[float, int, tuple[int, ...]]:
-    """Run a call once. Return seconds, peak bytes in addition to its results, and the bytes of each result's new
-    storage, else 0."""
+    """Run a call once. Return its seconds, its peak bytes in addition to its results, and the bytes of each result's
+    storage. These are 0 if the storage is an argument's, or if the result is no tensor."""
 
     def timed() -> tuple[Any, float]:
         start = time.perf_counter()

@@ -67,7 +67,8 @@ def is_profile(path: Path) -> bool:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from a JSON file of the format ``rematplan.profile/1``; `UsageError` if it is malformed."""
+    """Read a profile from a JSON file of the format ``rematplan.profile/1``; `UsageError` if the file is unreadable or
+    malformed, or a cost is negative or infinite."""
     data = stated_json(path)
     if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
         raise UsageError(f"{path}: not a {PROFILE_FORMAT} file")

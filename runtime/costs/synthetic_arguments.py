@@ -24,9 +24,9 @@ CHECKS = ("rematplan.check_condition.default", "rematplan.check_outcome.default"
 
 
 class SyntheticArguments:
-    """Makes arguments on which a call of a captured step can be measured without running the step. Strides and storage
-    sizes are those at capture, real numbers positive, masks about half true. Integers have known values, else zeros or,
-    where that costs most memory (`SPREAD`), many different indices."""
+    """Makes arguments on which one call of a captured step can be measured. Strides and storage sizes are as captured,
+    real numbers positive, masks about half true; integers have known values, else zeros or, for `SPREAD`, many
+    different indices. A tensor whose content only its own call can make, such as a library's, is made by that call."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step, self.known = step, KnownValues(step, {})

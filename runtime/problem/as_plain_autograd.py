@@ -42,7 +42,8 @@ ONLY_SHAPES: Mapping[Any, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PlainAutograd:
-    """The ops of a captured step for which plain autograd needs more bytes."""
+    """The ops and storages of a captured step for which plain autograd needs other bytes: more, or fewer with `sums`
+    and `pieces`."""
 
     losses: frozenset[str] = frozenset()
     """The names of the backwards of cross entropies, which have a second tensor of scores."""
@@ -53,14 +54,15 @@ class PlainAutograd:
     saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For ops of the backward, the storages that their nodes have saved without reading them (`ONLY_SHAPES`)."""
     sums: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For each sum of two gradients, and each write into a part of new zeros, by the op's name: the storage of the
-    older one or of the zeros, and that of the result."""
+    """By the name of each op that sums two gradients: the storages of the older gradient and of the result. Likewise,
+    for each write into a part of new zeros: those of the zeros and of the result."""
     pieces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The same for each write into a piece of a larger storage (`Call.in_piece`), which stays as long as the piece."""
+    """By the name of each forward op that writes into a piece of a larger storage (`Call.in_piece`): that storage and
+    the piece's. The storage stays as long as the piece."""
 
     @classmethod
     def of(cls, step: CapturedStep) -> PlainAutograd:
-        """Return the ops of a captured step for which plain autograd needs more bytes."""
+        """Return the ops and storages of a captured step for which plain autograd needs other bytes."""
         losses = frozenset(call.name for call in step.calls if isinstance(call.target, CrossEntropyBackward))
         masks = {
             step.values[mask].storage: step.values[result].fake.itemsize
@@ -81,8 +83,8 @@ class PlainAutograd:
         return cls(losses, masks, tuple(names for names in whole if len(names) > 1), saved, sums, pieces)
 
     def repeated(self, copies: Callable[[str], Iterable[Callable[[str], str]]]) -> PlainAutograd:
-        """Return the same for a problem in which ops and tensors have copies. ``copies``: for a name, functions that
-        rename what belongs to each copy."""
+        """Return these ops and storages for a problem in which they have copies. ``copies``: from an original's name to
+        functions, one for each copy, that rename what belongs to that copy."""
         return PlainAutograd(
             frozenset(f(name) for name in self.losses for f in copies(name)),
             {f(name): size for name, size in self.masks.items() for f in copies(name)},
@@ -131,8 +133,9 @@ class PlainAutograd:
         return replace(graph, ops=whole)
 
     def _in_place(self, graph: TrainingGraph) -> TrainingGraph:
-        """Return the problem in which a sum of gradients is in the memory of the older one, if nothing reads that
-        later, and what is written into a piece is in the memory of the whole."""
+        """Return the problem in which a sum of gradients is in the older gradient's memory, if their sizes are equal
+        and nothing needs the older one later. Pieces are always in the memory of the storage that they are written
+        into."""
         last = {t: op.name for op in graph.ops for t in op.reads}
         kept = {*graph.inputs, *graph.outputs}
         place = {
@@ -170,9 +173,9 @@ def _in_backward(step: CapturedStep) -> list[Call]:
 def _sums(
     step: CapturedStep, node: Sequence[Call], made: AbstractSet[str]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the calls that add the gradient of a node to that of other readers of the same tensor. They follow the
-    formula of the node, and their first argument is an older gradient. ``made``: the storages that the backward
-    makes."""
+    """Yield, last first, each call at a node's end that adds the node's gradient to an older one, its first argument,
+    with the call's `_places`. ``made``: the storages that the backward makes, of which the older gradient must fill
+    one."""
     own = {step.values[name].storage for call in node for name in call.made}
     for call in reversed(node):
         older = call.args[0] if call.target is ADD and not call.kwargs else None
@@ -185,7 +188,8 @@ def _sums(
 
 
 def _writes(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the calls of a node that write into a part of zeros which it has made: in autograd they copy in place."""
+    """Yield the calls of a node that write into a part of zeros from the same node, with their `_places`: in autograd
+    they copy in place."""
     zeros = {step.values[name].storage for call in node if call.target is ZEROS for name in call.made}
     for call in node:
         into = call.args[0] if call.target is SCATTER else None

@@ -40,9 +40,10 @@ def gradient_segments(
     spare: Sequence[int] = (),
     late: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Divide the backward half, from ``start`` on, into segments with about equal bytes of gradients. They are shorter
-    where ``spare``, by position the unused bytes of the budget, has no room for gradients that wait. If the backward
-    communicates, it is divided only at ``late``, the second part of a split backward."""
+    """Divide the backward half of a schedule, from ``start`` on, into segments, at least one, with about equal bytes of
+    gradients. They are shorter where ``spare`` (unused bytes by position; empty: no limit) has no room for gradients
+    that wait. They also end at ``late``, a split backward's second part; a backward that communicates is divided only
+    there."""
     ready = _ready(step, schedule, split=late is not None)
     gradients = sorted((o for o in step.outputs if "gradient" in o.kind), key=ready.__getitem__)
     sizes = {o: step.storage_bytes[step.values[o.value].storage] for o in gradients}

@@ -25,8 +25,9 @@ INSIDE = ".*"
 
 
 def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
-    """Return a user's policy as a function or as names that must be saved, none for None; `UsageError` for anything
-    but a mapping, a list or a function."""
+    """Return a user's policy as a function, or as the names that must be saved: none for None, of a mapping those with
+    `MUST_SAVE`. `UsageError` for a policy of another kind, a value outside of `FOLLOWED`, or a module outside of
+    ``model``."""
     if stated is None:
         return ()
     if isinstance(stated, Mapping):
@@ -60,8 +61,8 @@ FOLLOWED = ("MUST_SAVE", "PREFER_SAVE", "PREFER_RECOMPUTE")
 
 
 def _named_in(model: nn.Module | None, key: object) -> Name:
-    """Return a policy's name, with a module replaced by its name in the model; `UsageError` if it is not one of its
-    modules."""
+    """Return an entry of a policy, a module as its name in ``model``; `UsageError` if a module is the model itself or
+    outside of it."""
     if not isinstance(key, nn.Module):
         return cast(Name, key)
     known = {id(m): name for name, m in (model.named_modules() if model is not None else ())}
@@ -84,9 +85,9 @@ def check_names(policy: Policy, steps: Sequence[CapturedStep], model: str) -> No
 
 
 def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...]:
-    """Return the ops that a plan may run only once, in the step's order and without views; ops with side effects are
-    always included. Of a module these are forward ops whose results leave it, of ``MODULE.*`` all its ops, of an op all
-    its calls."""
+    """Return, in the step's order and without views, the ops that a plan may run only once: those with side effects,
+    and those of ``policy``. A module's name means its forward ops whose results leave it, ``MODULE.*`` all its ops, an
+    op all its calls; a function is asked for each forward call."""
     # Collectives are among them.
     once = {c.name for c in step.calls if _namespace(c) in EFFECTS}
     if callable(policy):
@@ -119,7 +120,8 @@ def _calls_of(step: CapturedStep, name: Name) -> set[str]:
 
 
 def _boundary(step: CapturedStep, calls: set[str]) -> set[str]:
-    """Return the forward calls among ``calls`` whose results are outputs, or that other forward calls read."""
+    """Return the forward calls among ``calls`` whose results are outputs of the step, or are read by forward calls that
+    are not in ``calls``."""
     read = {
         storage
         for c in step.calls

@@ -28,8 +28,8 @@ EARLIER = "earlier_gradients"
 def earlier_gradients(
     step: CapturedStep, named: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[frozenset[str], int]:
-    """Return the names of the parameters whose gradients a step computes, and the bytes that gradients of earlier steps
-    may occupy while the step runs. ``named``: the model's parameters, which may be more than the step's."""
+    """Return the names of the parameters whose gradients a step computes, and the bytes that gradients and statistics
+    of earlier steps may occupy while it runs. ``named``: the model's parameters, which may be more than the step's."""
     targets = frozenset(o.target for o in step.outputs if o.kind == "gradient")
     own = {i.target: _bytes(step, i.value) for i in step.inputs if i.target in targets}
     known = {id(named[name]) for name in own if name in named}
@@ -55,9 +55,9 @@ def holding(graph: TrainingGraph, held: Mapping[str, int]) -> TrainingGraph:
 
 
 def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) -> TrainingGraph:
-    """Return the problem of a step with earlier gradients, in which the new gradients of the parameters ``names`` may
-    be freed as soon as they are computed. Neither earlier gradients nor new ones that are freed but not yet added are
-    counted: `spare_bytes` counts the latter."""
+    """Return the problem of a step with earlier gradients, in which new gradients of the parameters ``names`` may be
+    freed once computed, if their storage contains nothing else. It counts neither earlier gradients
+    (`earlier_gradients`) nor freed new ones that are not added yet (`spare_bytes`)."""
     added = _added(step, names)
     # An output of zero bytes replaces each gradient, so that it is still computed. Its op runs once, since
     # each run would add it again.
@@ -98,7 +98,8 @@ def _bytes(step: CapturedStep, value: str) -> int:
 def spare_bytes(
     step: CapturedStep, graph: TrainingGraph, schedule: Schedule, budget: int, names: Set[str]
 ) -> tuple[int, ...] | None:
-    """Return, by position, the unused bytes of the budget, or None if gradients that wait need more."""
+    """Return, by position in ``schedule``, the unused bytes of ``budget``; None if the schedule, with freed gradients
+    of ``names`` that are not added yet, needs more."""
     spare = tuple(budget - held for held in resident_bytes(graph, schedule))
     # Autograd takes a freed gradient when its segment ends. Segments end early where the budget requires it,
     # but not between every two ops.

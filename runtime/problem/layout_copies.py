@@ -79,7 +79,8 @@ class OtherLayout:
 
 
 def other_layouts(step: CapturedStep) -> Iterator[OtherLayout]:
-    """Yield the step with each of `LAYOUTS` for its outputs' gradients, except those with the strides at capture."""
+    """Yield the step for each of `LAYOUTS` of its outputs' gradients, except for layouts in which all have the strides
+    at capture."""
     opened = for_any_layout(step)
     for layout in LAYOUTS.values():
         with quiet(), TrueLayouts():
@@ -98,8 +99,8 @@ def most_copied(
     measured: Callable[[CapturedStep, Collection[str]], Mapping[str, int]] | None,
 ) -> Copies:
     """Return the bytes that a backward may need in addition: for each call and storage, the maximum over the `LAYOUTS`.
-    ``own``: the calls' workspaces at capture. ``measured``: returns those of some calls of another step; None: their
-    copies are added to ``own``."""
+    ``own``: by call, the workspace at capture. ``measured``: returns the workspaces of named calls of a step; if None,
+    the bytes of copies are added to ``own``."""
     workspace: dict[str, int] = defaultdict(int)
     kept: dict[str, int] = defaultdict(int)
     for other in other_layouts(step):
@@ -135,7 +136,9 @@ class _Followed:
                 self._follow(call)
 
     def _follow(self, call: Call) -> None:
-        """Run a call on fakes of the other layout, and record what it copies and by how much its results are larger."""
+        """Run a call on fake tensors of the other layout. Record bytes of its arguments' copies in `read`, those by
+        which results grow in `kept`, and results with other strides in `otherwise`. If the call fails, no results are
+        recorded."""
         fakes = {name: self.step.values[name].fake for name in call.operands}
         if not call.is_view:
             self.read[call.name] = sum(

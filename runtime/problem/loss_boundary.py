@@ -37,9 +37,9 @@ LATE = ("gradient", "input gradient", "statistic")
 def with_loss_boundary(
     step: CapturedStep, graph: TrainingGraph, loss: LossMemory = NO_LOSS, copies: Copies = NONE
 ) -> TrainingGraph:
-    """Return the problem of a step with a loss boundary: an op between the halves, at which the caller gets outputs and
-    computes a loss. It reads all outputs and new buffers. Ops that read an output's gradient, or are `Call.late`, run
-    after it."""
+    """Return a step's problem with a loss boundary: the op `LOSS` between the halves, at which the caller has outputs
+    and new buffers and computes a loss. Ops that read an output's gradient, or are `Call.late`, run after it. ``loss``
+    and ``copies`` add their bytes; old buffers that are copied become an input."""
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in LATE)
     tangents = step.given("tangent")
     tangent_copies = sum(size for storage, size in copies.kept.items() if storage in tangents)
@@ -96,8 +96,8 @@ def with_loss_boundary(
 
 
 def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
-    """Return the ops whose results are new buffers or, if they are no outputs, are read by such ops alone, last
-    first."""
+    """Return, last first, the ops of which each result is a new buffer, or is no output and is read by such ops alone,
+    at least one."""
     new, found = step.returned("buffer"), dict[str, None]()
     kept = set(graph.outputs) - new
     for op in reversed(graph.ops):
@@ -110,9 +110,9 @@ def _renewing(step: CapturedStep, graph: TrainingGraph) -> dict[str, None]:
 def _old_buffers(
     step: CapturedStep, graph: TrainingGraph, late: Set[str], renewing: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the bytes of all copies of old buffers (as `OLD_BUFFERS`, or nothing), and ops that run once. A buffer is
-    copied if its readers make more bytes than it has, if one of them is ``late``, or if the whole forward may run
-    again. Else its readers run once."""
+    """Return the bytes of all copied old buffers (under `OLD_BUFFERS`; empty if none), and ops that run once. A buffer
+    is copied if its readers outside of ``renewing`` make more bytes than it has or one is ``late``, or if the whole
+    forward may run again. Else its readers run once."""
     once, copied = list[str](), 0
     for t in step.renewed:
         readers = graph.readers.get(t, ())
@@ -170,7 +170,8 @@ class SplitSchedule:
 
 
 def split_at_loss(step: CapturedStep, schedule: Schedule, lanes: Lanes | None = None) -> SplitSchedule:
-    """Return the part of a schedule that a compiled plan runs, split at the loss boundary."""
+    """Return the part of a schedule that a compiled plan runs, split at its run of `LOSS`, which it must contain.
+    ``lanes``: the whole schedule's; None for one lane."""
     leaving = _leaving(step, schedule)
     own = tuple(at for at, one in enumerate(schedule) if at not in leaving and not _is_callers(one))
     shorter, runs = lanes, runs_of(schedule)

@@ -69,8 +69,9 @@ class LossMemory:
 
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
-        """Return the assumed memory of an unknown loss: none if it reads no output, else `COPIES` times the outputs'
-        bytes, or `FEWER` times if the former exceed the share `AMPLE_SHARE` of ``peak``."""
+        """Return the assumed memory of an unknown loss: scalars if it reads no output, else `COPIES` times the outputs'
+        bytes. `FEWER` replaces `COPIES` if the peak would exceed the share `AMPLE_SHARE` of ``peak``, the step's
+        bytes."""
         # A scalar output is taken for a loss of the model, which needs no bytes here, unless a gradient of it
         # arrived in an earlier backward.
         unread = in_own_losses(step) - step.arrived
@@ -87,8 +88,8 @@ class LossMemory:
         loss_fn: Callable[..., torch.Tensor],
         device: torch.device,
     ) -> LossMemory:
-        """Run a loss and its backward once on random outputs and return its memory without the outputs' gradients;
-        `ModelError` if it fails."""
+        """Run ``loss_fn`` on random tensors like ``outputs``, and its backward if the loss needs one. Return its memory
+        without the outputs' gradients; `ModelError` if it fails."""
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             given = tuple(_random(one, device) for one in outputs)
             learned = [one for one in given if one.requires_grad]

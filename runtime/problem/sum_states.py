@@ -21,8 +21,8 @@ def is_content(name: str) -> bool:
 
 
 def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return a problem in which a call that reads memory into which others write also reads its content. Calls that
-    read or write such memory run once."""
+    """Return a problem in which calls that read memory into which others write (`Call.in_place`) also read a tensor for
+    its content. Calls that make, read or write such memory run once. Without any, the problem is the same."""
     written = {c.name: f"{PREFIX}{c.name}" for c in step.calls if c.in_place}
     if not written:
         return graph

@@ -37,8 +37,8 @@ MASKED: Mapping[Any, Masked] = MappingProxyType(
 
 
 def with_separate_weights(step: CapturedStep) -> CapturedStep:
-    """Return the step with each call in `MASKED` that computes gradients of an input and of weights as two calls. The
-    first keeps its name and computes the input's gradient."""
+    """Return the step in which each call in `MASKED` that computes gradients of both an input and weights is divided in
+    two. The first keeps its name and computes the input's gradient, the second, ``NAME_weights``, the others."""
     calls: list[Call] = []
     made: dict[str, str] = {}
     for call in step.calls:
@@ -71,8 +71,9 @@ def _split_call(call: Call) -> tuple[Call, ...]:
 
 
 def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-    """Return the problem of a split backward: the inputs' gradients, the op `WEIGHTS`, then the weights' gradients. At
-    `WEIGHTS` the caller takes outputs, inputs' gradients and loss, which may be freed from then on."""
+    """Return the problem of a split backward, from one with a loss boundary: the inputs' gradients, the op `WEIGHTS`,
+    then the weights' gradients. At `WEIGHTS` the caller takes outputs, inputs' gradients and loss, which may be freed
+    from then on."""
     leaving = [o.value for o in step.outputs if o.kind in ("output", "buffer", "input gradient")]
     gone = (*dict.fromkeys(step.values[v].storage for v in leaving), LOSS_VALUE)
     after = step.after_loss
