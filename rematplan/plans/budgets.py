@@ -76,8 +76,9 @@ class Budget:
     """The number of bytes, or the share (0.6 for 60%); 0 for ``min`` and ``least``."""
 
     def bytes(self, base_peak: int, smallest: Callable[[], int], whole: int | None = None) -> int:
-        """Return the budget in bytes, rounded down. ``base_peak``: without recomputation. ``smallest`` is called for
-        ``min`` and ``least`` only; ``whole`` (`whole_bytes`) is needed for ``activations`` only."""
+        """Return the budget in bytes, rounded down. ``base_peak``: the peak without recomputation. ``smallest`` returns
+        the smallest peak found, and is called for ``min`` and ``least`` only. ``whole`` (`whole_bytes`) is needed for
+        ``activations`` only."""
         if self.is_lean:
             peak = smallest()
             return peak + int(LEAN[self.kind] * peak)
@@ -114,8 +115,8 @@ def whole_bytes(graph: TrainingGraph) -> int:
 
 
 def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS), name: str = "budget") -> Budget:
-    """Read a budget of one of ``kinds`` (keys of `FORMS`): ``4GiB``, ``60%``, ``50% of activations``, bytes, ``min``
-    or ``least``; else `UsageError`, which calls it ``name``."""
+    """Read a budget of one of ``kinds`` (keys of `FORMS`), such as ``4GiB``, ``60%``, ``50% of activations``, ``min``
+    or a whole number of bytes. `UsageError` for other text; its message calls the budget ``name``."""
     budget = _parsed(text)
     if budget is not None and budget.kind in kinds:
         return budget
@@ -142,8 +143,8 @@ def _parsed(text: str) -> Budget | None:
 
 
 def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
-    """Return a question such as ``was 4GiB meant?`` for a number without a unit, below 1 MiB, that no plan can fit;
-    else empty."""
+    """Return a question such as ``was 4GiB meant?`` for a whole number without a unit that is positive, below 1 MiB,
+    and at most the bytes of the problem's inputs; else an empty string."""
     number = budget.text.strip()
     if not (number.isdecimal() and 0 < budget.amount < FEW and budget.amount <= graph.input_bytes):
         return ""
@@ -153,8 +154,8 @@ def unit_missing(budget: Budget, graph: TrainingGraph) -> str:
 
 
 def parse_loss_memory(text: str) -> Budget:
-    """Read a loss's memory from text: bytes such as ``1GiB``, or ``3x`` for three tensors of the outputs' size, a
-    budget of kind ``share``. Else `UsageError`."""
+    """Read a loss's memory: bytes such as ``1GiB``, or ``3x`` (three tensors of the outputs' size), which becomes a
+    budget of kind ``share``. `UsageError` for other text."""
     match = _NUMBER.fullmatch(text.strip())
     if match and match[2].lower() == "x":
         return Budget(text, "share", Fraction(match[1]))
@@ -176,9 +177,9 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Search for a plan within a budget and store it; if none is found, store and raise `InfeasibleBudget`. A stored
-    refusal is raised without a search, unless a plan with a smaller peak is known now. ``hurried``: whether a budget
-    below a proven floor is refused without a search, for strategies that resume."""
+    """Return a plan within ``budget`` bytes by a search from ``starts``, and from stored plans if the strategy resumes,
+    and store it. If none is found, or a stored refusal still holds, raise `InfeasibleBudget`. ``hurried``: whether a
+    budget below a proven floor is refused without a search, if the strategy resumes."""
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
     stored = (*starts, *stored_plans(strategy, graph, store))
@@ -209,8 +210,9 @@ def _plan_or_lower(
     starts: Sequence[Plan],
     stored: Sequence[Plan],
 ) -> Plan:
-    """Return the plan of the strategy. If `Anneal`, limited in moves, finds none, search for the smallest peak as
-    ``min`` does, and start again from a plan that fits, if any."""
+    """Return the strategy's plan, searched from ``starts``; `InfeasibleBudget` if none is found. Before that, an
+    `Anneal` limited in moves also searches from ``stored`` for the smallest peak, and starts again from a plan that
+    fits, if any."""
     try:
         return strategy.plan(graph, budget, progress, starts)
     except InfeasibleBudget as error:
@@ -261,8 +263,8 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Search for the cheapest plan whose peak is at most the share `LEAN` of ``kind`` above the smallest found, and
-    store it. ``time_limit`` and ``starts`` serve `Auto`, `Anneal` and `ILP` only."""
+    """Search for the cheapest plan whose peak is at most the share `LEAN` of ``kind`` above the smallest found; store
+    and return it. ``time_limit`` (None: the strategy's) and ``starts`` serve `Auto`, `Anneal` and `ILP` only."""
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit

@@ -21,9 +21,9 @@ SECONDS = 2.0
 
 
 def plan_at_once(graph: TrainingGraph, budget: int, store: PlanStore) -> Plan | None:
-    """Return a plan within ``budget`` bytes that takes at most about two seconds to find; None if none is found.
-    Without recomputation, else the cheapest stored one of the same ops, else plain Python's if the planner is not
-    compiled yet."""
+    """Return a plan within ``budget`` bytes without compiled search; None if none is found. It recomputes nothing if
+    that fits, else is the cheapest stored plan of the same ops and tensors. Without one, and only if the planner is not
+    compiled yet, plain Python searches (`uncompiled_plan`)."""
     whole = _with_floor(no_recompute(graph), graph)
     found = whole if whole.peak <= budget else store.serving(graph, budget)
     if found is None and not kernels_are_ready():

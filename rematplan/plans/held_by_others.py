@@ -65,8 +65,8 @@ class Reserved:
 
     @classmethod
     def of(cls, items: Iterable[object]) -> Reserved:
-        """Return a `Reserved` of a user's list, each object once; equal numbers of bytes are added. `UsageError` if
-        it is no list."""
+        """Return a `Reserved` of a user's list: each object once, numbers and text as often as they are listed.
+        `UsageError` for text, a module or anything not iterable, and for an unknown item."""
         if isinstance(items, (str, nn.Module)) or not isinstance(items, Iterable):
             raise UsageError("reserved must be a list; write reserved=[optimizer]")
         kept: list[object] = []
@@ -81,8 +81,9 @@ class Reserved:
         return any(isinstance(item, str) and item == GRADIENTS for item in self.items)
 
     def on(self, device: torch.device, model: Mapping[str, torch.Tensor]) -> OtherBytes:
-        """Return the bytes of the items on a device. Storages that several share count once, those of ``model`` not at
-        all. Numbers and stated bytes count on every device; of several optimizers' steps, the largest counts."""
+        """Return the bytes of the items on a device. Storages that several items share count once, those of ``model``
+        (its tensors by name) not at all. Numbers and bytes that objects state count on every device; of temporary bytes
+        of several steps, the largest count."""
         tensors: list[torch.Tensor] = []
         always, stepping = 0, 0
         for item in self.items:
@@ -110,7 +111,8 @@ class Reserved:
         return OtherBytes(always + sum(others.values()), stepping)
 
     def __reduce__(self) -> Any:
-        """Pickle or copy bytes, counted now, in place of optimizers, modules and other objects."""
+        """Return what pickling and copying store: numbers, text, and the bytes, counted now, of optimizers, modules and
+        other objects."""
         items = [OtherBytes.said_by(item) if _says(item) else item for item in self.items]
         plain = (str, Integral, Counted, OtherBytes)
         kept = tuple(i for i in items if isinstance(i, plain))

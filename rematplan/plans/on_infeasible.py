@@ -36,8 +36,8 @@ def accepts_refusals(options: PlanOptions, store: PlanStore) -> bool:
 
 
 def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, name: str) -> Plan:
-    """Return a plan to use although none fits: near the smallest peak if ``how`` is ``least``, else without
-    recomputation. Warn if its peak exceeds the budget."""
+    """Return a plan to use after ``error``: of the smallest known peak if ``how`` is ``least``, else without
+    recomputation. Warn, calling the model ``name``, if its peak exceeds the budget."""
     plan, what = no_recompute(graph), "a plan that recomputes nothing"
     if how == LEAST:
         plan = leanest_plan(graph, [error.plan] if error.plan else [])
@@ -52,8 +52,8 @@ def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, na
 
 @contextmanager
 def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingGraph) -> Iterator[None]:
-    """Add to an `InfeasibleBudget` of the block what the user may change: memory for a loss, a percentage, or a
-    missing unit."""
+    """Raise an `InfeasibleBudget` of the block again with what the user may change: memory for a loss, a percentage
+    that an earlier plan fixed, or a missing unit. A proof that needs the default memory of a loss is not called one."""
     try:
         yield
     except InfeasibleBudget as error:

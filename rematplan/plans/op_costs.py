@@ -30,7 +30,8 @@ Known: TypeAlias = Literal["profile"] | DeviceModel | Profile
 
 
 def known_costs(costs: str) -> Known:
-    """Return what ``costs`` names: ``profile`` itself, a device model, or what is in a file; else `UsageError`."""
+    """Return what ``costs`` names: ``profile`` itself, a device model, or the profile or device model in a file
+    ``NAME.json``. `UsageError` for an unknown name, or a file that cannot be read."""
     if costs == PROFILE:
         return "profile"
     if not isinstance(costs, (str, Path)):
@@ -60,7 +61,8 @@ def priced(
     sized: SizedCosts | None = None,
 ) -> TrainingGraph:
     """Return the planning problem of a captured step, with microseconds and workspace bytes of each op as ``costs``
-    names them. ``sized`` remembers measured costs; inverses beyond ``max_inversion_error`` are left out."""
+    names them. ``sized`` remembers measured costs between calls (None: they are measured anew). Inverses whose
+    predicted relative error exceeds ``max_inversion_error`` (None: the usual limit) are left out."""
     found: Mapping[str, CallCost]
     match known_costs(costs):
         case DeviceModel() as device:

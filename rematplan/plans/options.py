@@ -70,7 +70,8 @@ class SavedPlan(Strategy):
 
 @dataclass(frozen=True)
 class InFlight:
-    """How many calls of a module may be between the start of their forward and the end of their backward."""
+    """How many calls of a module may be between the start of their forward and the end of their backward. `UsageError`
+    for fewer than 1 call or a negative ``deferred``."""
 
     calls: int = 1
     deferred: int | None = None
@@ -147,8 +148,8 @@ class PlanOptions:
 
     @property
     def takes_quick_plans(self) -> bool:
-        """Whether a quickly found plan of `auto` may serve, also at other sizes. Not without ``refine``, if moves are
-        counted, or with inverses that round, two lanes, ``min`` or ``least``."""
+        """Whether a quickly found plan of `Auto` may serve, also at other sizes. It needs ``refine``, one lane and a
+        budget other than ``min`` and ``least``; inverses that round and counted moves exclude it."""
         return (
             self.refine
             and isinstance(self.strategy, Auto)

@@ -19,8 +19,9 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return a plan for new sizes: the cheapest of ``compiled`` that fits, unless one found at once is cheaper by more
-    than `WORTH`. If neither exists, search; if that fails, ``on_infeasible`` decides."""
+    """Return a plan for a step of new sizes: the cheapest of ``compiled`` that fits, unless they are fewer than
+    `COMPILED` and a plan found at once is cheaper by more than `WORTH`. Without both, or for ``min`` and ``least``,
+    search; if no plan fits, ``on_infeasible`` decides between an error and another plan."""
     graph = planner.problem(step)
     amount = planner.limit(graph).fixed
     if amount is not None:

@@ -35,7 +35,8 @@ keeps its planning problem in memory."""
 def one_lane_plan(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
-    """Return a plan of a problem whose ops run one after the other: a known one, otherwise the result of a search."""
+    """Return a plan of a problem whose ops run one after the other: the one stored for this budget, otherwise the
+    result of a search. `InfeasibleBudget` if none is found."""
     found = store.get(graph, store_key(budget))
     if found is None:
         found = _searched(options, store, graph, budget, progress)
@@ -43,8 +44,9 @@ def one_lane_plan(
 
 
 def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget) -> None:
-    """Store a plan of a problem, from a short search; `InfeasibleBudget` if that finds none. Nothing happens for
-    another strategy than `Auto`, ``min``, ``least``, and a budget below the proven floor."""
+    """Store a plan within the budget that is found at once or by a short search; `InfeasibleBudget` if neither finds
+    one. Nothing happens if the strategy is not `Auto`, or the budget is ``min``, ``least`` or below the proven
+    floor."""
     amount, chosen = budget.fixed, options.strategy
     if amount is None or not isinstance(chosen, Auto) or amount < min_peak_bound(graph).bytes:
         return
@@ -57,8 +59,8 @@ def quick_plan(options: PlanOptions, store: PlanStore, graph: TrainingGraph, bud
 def _searched(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
-    """Return a plan of a problem: for ``min`` and ``least`` that of a search. Otherwise one on disk that needs no
-    search, or one that is found at once and refined later, else that of a search."""
+    """Return a plan of a problem: one on disk that needs no further search, or one found at once and refined later,
+    else that of a search. For ``min`` and ``least`` it always searches. `InfeasibleBudget` if no plan is found."""
     amount, chosen = budget.fixed, options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)
@@ -83,8 +85,9 @@ def _searched(
 def _in_parts(
     options: PlanOptions, store: PlanStore, chosen: Strategy, graph: TrainingGraph, budget: int
 ) -> Iterator[Strategy]:
-    """Yield searches, to be run until one finds a plan: the whole one last. With `Auto` a short one comes first if the
-    plan is refined later, or a plan of other sizes fits."""
+    """Yield the strategies to run one after the other until one finds a plan: ``chosen`` last. `Auto` with less time
+    comes first if ``budget`` bytes are not below the proven floor, and plans are refined later or a stored plan
+    fits."""
     if isinstance(chosen, Auto) and budget >= min_peak_bound(graph).bytes:
         if options.refines:
             yield replace(chosen, time_limit=QUICK)
@@ -99,7 +102,7 @@ def background_search(
     options: PlanOptions, store: PlanStore, step: CapturedStep, graph: TrainingGraph, plan: Plan
 ) -> Refining | None:
     """Return a search in the background for a better plan, not begun. None if the options exclude it, the plan is
-    within the gap, such a search was made, or `WAITING` are queued."""
+    within the gap or has no budget, such a search was made, or `WAITING` are queued."""
     # Within the stated gap of the optimum, no search is needed.
     if not options.refines or plan.budget is None or (plan.gap is not None and plan.gap <= options.gap):
         return None

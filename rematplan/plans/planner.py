@@ -107,8 +107,9 @@ class Planner(StepProblems):
         return replace(self, scope=f"{self.scope} in training")
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Plan a step after splitting, fusing and adding inverses as the options say, and return both. If none fits,
-        ``on_infeasible`` decides; if that is unset, ``first`` (or an empty store) means an error."""
+        """Split, fuse and invert a step as the options say, plan it, and return the changed step with its plan. If no
+        plan fits, ``on_infeasible`` decides; if that is unset, `InfeasibleBudget` is raised with ``first`` or an empty
+        store."""
         first = first or not self.store
         changed = self.rewritten(step, first)
         for note in changed.notes:
@@ -169,7 +170,8 @@ class Planner(StepProblems):
         return split_as_asked(charged, step, charged._trials(step), first)
 
     def _trials(self, step: CapturedStep) -> SplitTrials:
-        """Return what tries splits of a step, with eager kernels. A percentage refers to the step as it is."""
+        """Return trials of splits of ``step``, with eager kernels, within the budget. A percentage refers to ``step``
+        without splits."""
         if not self.options.several:
             return trials_of_step(self, self.limit(self.problem_at(step)[1]))
         most = most_in_flight(self._stage(step)[1], self.options)
@@ -184,7 +186,8 @@ class Planner(StepProblems):
     def _planned_whole(
         self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None = None
     ) -> StepPlan:
-        """Plan a step, of which splits and kernels are made already, as `plan` does. ``original``: without them."""
+        """Plan a step in which splits and fused kernels are made already. If no plan fits, ``on_infeasible`` decides as
+        in `plan`; with ``in_flight``, `InfeasibleBudget`. ``original``: the step without splits and fused kernels."""
         if self.options.several:
             return self._in_flight(step, original)
         charged, names = self._with_earlier_gradients(step)
@@ -244,8 +247,9 @@ class Planner(StepProblems):
         return StepPlan(step, plan, refinement=search, problem=graph, carries=self._carries, notes=notes)
 
     def _saved(self, step: CapturedStep, progress: Progress = silent) -> StepPlan:
-        """Return the saved plan with the first form of the step that it fits: with the options' inverses, then exact
-        and weightless ones if those round. Each is also tried with reserved bytes, as of DDP; else `ProblemError`."""
+        """Return the saved plan and the first form of the step that it fits; `ProblemError` if it fits none. Forms have
+        the options' inverses, or, if these may round, exact ones or those without weights. Each form is tried again
+        with reserved bytes, as of DDP."""
         assert self.options.saved is not None
         reserved = Reserved((*self.options.reserved.items, 1))
         counted = replace(self, options=replace(self.options, reserved=reserved))
@@ -306,7 +310,8 @@ class Planner(StepProblems):
 
     def _adding(self, step: CapturedStep) -> StepPlan | None:
         """Return a plan that frees each new gradient as it is added to the earlier one; `InfeasibleBudget` if none
-        fits. None on two lanes, with another saved plan, or if gradients that wait exceed the budget."""
+        fits. None on two lanes, for a saved plan that keeps new gradients until the end, or if gradients that wait
+        exceed the budget."""
         # Plans for two lanes assume that new gradients exist until the step ends.
         if self.options.strategy.two_lanes not in (OFF, None):
             return None
@@ -328,8 +333,8 @@ class Planner(StepProblems):
         self, step: CapturedStep, plan: Plan, gradients: int, names: Set[str]
     ) -> StepPlan | None:
         """Return a plan for a step that begins with ``gradients`` bytes of earlier gradients of the parameters
-        ``names``, or None to keep ``plan``. If none fits, raise `InfeasibleBudget` or warn, as ``on_infeasible``
-        says."""
+        ``names``; None if ``plan`` fits with them, or with ``in_flight``. If none fits, raise `InfeasibleBudget` with
+        ``raise``, else warn and return a plan of a smaller peak (``least``), or None to keep ``plan``."""
         if self.options.several:  # the plan counts all possible gradients
             return None
         step = self.rewritten(step).step
@@ -375,7 +380,8 @@ class Planner(StepProblems):
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress = silent) -> StepPlan:
-        """Plan a step with and without inverses that round, if it has any, and return the better plan with its step."""
+        """Return the better plan, with its step, of the steps ``plain`` and ``inverted``; of ``plain`` alone if no
+        inverse of ``inverted`` rounds. `InfeasibleBudget` if none is found."""
         graphs = self.problem(plain, progress), self.problem(inverted, progress)
         if not any(inverse.noise for inverse in graphs[1].inverses):
             alone, notes = self._planned(plain, graphs[0], progress)
@@ -409,15 +415,16 @@ class Planner(StepProblems):
     def _overlapped(
         self, step: CapturedStep, graph: TrainingGraph, plan: Plan
     ) -> tuple[Plan, tuple[str, ...]]:
-        """Divide a plan into two lanes if the options ask for it. Return also notes for the user."""
+        """Return the plan divided into two lanes if the options ask for it and it is possible, else the plan, and notes
+        for the user."""
         strategy = self.options.strategy
         sharing = partial(sharing_on, step, graph, plan, strategy, measured=self.options.costs == PROFILE)
         return overlapped(graph, plan, strategy.two_lanes, sharing)
 
 
 def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, most: int) -> StepPlan | None:
-    """Return the plan ``within`` the smallest found peak, or that of a later refusal while these grow. None if it would
-    not be below ``most`` bytes."""
+    """Return the plan that ``within`` finds for the smallest peak that ``error`` names. While it refuses with a larger
+    smallest peak, try that one; None if the next to try does not grow or is not below ``most`` bytes."""
     while error.smallest < most:
         try:
             return within(error.smallest)

@@ -19,7 +19,8 @@ LOG = logging.getLogger("rematplan")
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on standard error, if a terminal. Yields a function of the fraction done and a text."""
+    """Show a progress bar on standard error if that is a terminal, else nothing. Yields a function of the fraction done
+    (0 to 1) and a text."""
     if not sys.stderr.isatty():
         yield silent
         return

@@ -25,8 +25,8 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class RangeSearchOptions:
-    """The constants of the search for plans over a range of sizes, in shares of the time of a group. A group has the
-    sizes whose problems have the same ops and tensors; they are searched together."""
+    """The constants of the search for plans over a range of sizes. The sizes whose problems have the same ops and
+    tensors are a group and searched together; shares are of its time."""
 
     budgets: int = 5
     """The number of budgets at which the largest size is planned: from the stated budget to just below the peak
@@ -99,7 +99,9 @@ def plan_range(
     progress: Progress = silent,
     store: PlanStore | None = None,
 ) -> RangePlan:
-    """Search, at every size of a range, for a plan within ``budget`` bytes. Sizes without one are in the result."""
+    """Search, at every size of a range, for a plan within ``budget`` bytes, and return the best known plan of each
+    size. A size at which none is found raises no error; the result names it. ``store``: has plans to start from; None
+    for none."""
     compile_kernels(progress)  # before the clock starts
     # The largest size is first, since its plans mostly fit at smaller sizes; then sizes at which none fits;
     # then short anneals.
@@ -152,8 +154,8 @@ class _RangeSearch:
         return min_peak_bound(self.problems.problem(size)).bytes > self.budget
 
     def plan_group(self, sizes: Sequence[int], seconds: float) -> None:
-        """Search for plans at a group's sizes, the largest first, for about ``seconds``; not if no recomputation is
-        needed where a plan can fit."""
+        """Search for about ``seconds`` for plans at the ``sizes`` of one group, which begin with the largest, and keep
+        the plans. Do nothing if at every size that is not proven impossible a known plan fits without recomputation."""
         effort = Effort(seconds)
         first = next((at for at, size in enumerate(sizes) if not self.is_impossible(size)), len(sizes))
         possible = sizes[first:]
@@ -173,8 +175,9 @@ class _RangeSearch:
         self._take(size, replace(self.auto, time_limit=seconds).curve(graph, [s for s in steps if s < base]))
 
     def _fit(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Search, among sizes with the largest first, for the middle one of those at which no known plan fits. End if
-        none is left, the time is over, or after ``searches`` of `OPTIONS`."""
+        """Search for a plan at the middle one of the ``sizes``, which begin with the largest, at which no known plan
+        fits, and repeat. After a failure, larger sizes are left out. End if none is left, the time is over, or after
+        ``searches`` of `OPTIONS`."""
         low = 0
         for _ in range(OPTIONS.searches):
             unfit = [at for at in range(low, len(sizes)) if not self.row(sizes[at]).fits]
@@ -193,7 +196,8 @@ class _RangeSearch:
             self._take(sizes[at], [plan] if plan else [])
 
     def _polish(self, sizes: Sequence[int], effort: Effort) -> None:
-        """Improve fitting plans by short anneals, at sizes spread over the range: not all may be reached."""
+        """Improve plans that fit and recompute by short anneals until ``effort`` is over, at ``sizes`` in an order that
+        spreads them over the range."""
         for at in _spread(len(sizes)):
             if effort.over:
                 return

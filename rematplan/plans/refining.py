@@ -111,9 +111,9 @@ class Refining:
         return Refining(self.wanted, both, self.store)
 
     def begin(self, compiled: Callable[[StepPlan], Any]) -> None:
-        """Start the search in another process, and return at once. It ends at once if that process cannot take it.
-        ``compiled`` compiles, in another thread, each plan that costs less than all before it; `take` returns its
-        latest result."""
+        """Start the search in another process, and return at once; if that process cannot take it, the search counts as
+        ended. ``compiled`` compiles, in another thread, each plan that costs less than all before it; `take` returns
+        its latest result."""
         wanted, began = self.wanted, time.monotonic()
 
         def heard(plan: Plan | None, ended: bool) -> None:

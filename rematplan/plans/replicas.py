@@ -41,8 +41,8 @@ def broadcast_bytes(buffers: Iterable[torch.Tensor], device: torch.device) -> in
 
 def in_replica(asked: PlanOptions, wrapper: DistributedDataParallel, model: nn.Module) -> PlanOptions:
     """Return the options of plans that count what ``wrapper`` holds for a model; ``asked`` itself if it counts that, or
-    if ``wrapper`` replicates none of the model's weights. Buckets whose views the gradients are count as gradients of
-    earlier backwards: new ones are copied and freed."""
+    if ``wrapper`` replicates none of the model's weights. If gradients are views of buckets
+    (``gradient_as_bucket_view``), buckets count as gradients of earlier backwards, to which new ones are copied."""
     items, reduced = asked.reserved.items, {id(p) for p in replicated_parameters(wrapper)}
     trained = [p for p in model.parameters() if id(p) in reduced]
     if not trained or any(isinstance(one, HeldByReplica) for one in items):

@@ -122,9 +122,9 @@ class Resizing:
         return np.array(numbers, dtype=np.int64).tobytes()
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
-        """Return the cheapest known plan that fits at certain sizes, with the step of other sizes; None if there is
-        none or no interpolation. If it recomputes anything, and ``waiting`` is None, it has a search for a better
-        one."""
+        """Return the cheapest known plan that fits at certain sizes, with ``self.step``; None if no plan is known to
+        fit. If ``waiting`` is None and the plan recomputes, it has a search for a better one. ``sizes``, ``nominal``:
+        as in `Corner`."""
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
         if amounts is None or plan is None:

@@ -48,8 +48,8 @@ class ProblemRange:
 def problems_over(
     dimension: str, sizes: Sequence[int], capture: Callable[[int], TrainingGraph]
 ) -> ProblemRange:
-    """Capture a step at as few sizes as are needed to interpolate its problem at the others: all sizes if there are
-    at most `EACH`."""
+    """Return a step's problems at all ``sizes``, in ascending order: captured at a few of them, or at all if at most
+    `EACH`, and also wherever interpolation is impossible."""
     captured = {size: capture(size) for size in _samples(sizes)}
     spans = [] if len(captured) == len(sizes) else interpolations(captured)
     for size in sizes:

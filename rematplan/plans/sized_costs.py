@@ -80,8 +80,8 @@ class SizedCosts:
 
 
 def _between(known: list[_Measured], traffic: int) -> CallCost | None:
-    """Interpolate the cost of a call linearly in the bytes that it reads and writes. Return None if it must be
-    measured: outside of the known bytes, or if it is not plain."""
+    """Interpolate the cost of a call linearly in the bytes that it reads and writes (``traffic``). None if it must be
+    measured: outside of the bytes ``known``, or if it is not plain at one of the known sizes."""
     plain = sorted((m for m in known if m.plain), key=lambda m: m.traffic)
     if len(plain) < len(known) or not known:
         return None
@@ -129,7 +129,8 @@ def _kind(step: CapturedStep, call: Call) -> str:
 
 
 def ends_and_latest(known: list[One], most: int, size: Callable[[One], int]) -> list[One]:
-    """Return at most ``most`` of what is known at some sizes: at the smallest size, the largest, and the latest."""
+    """Return at most ``most`` of what is known at some sizes: at the smallest size, the largest, and the latest.
+    ``size`` returns the number by which sizes are compared."""
     if len(known) <= most:
         return known
     totals = list(map(size, known))

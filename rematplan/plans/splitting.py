@@ -42,8 +42,8 @@ LARGE = 0.1
 NOISE = 1.2
 """Costs that were measured at different times may differ by this factor on a machine that counts as quiet."""
 ALIKE, ALIKE_MODELLED = 0.01, 0.002
-"""Choices whose plans recompute at most this share of a step more than the least are equal: the fewest parts win. With
-modelled costs, in which no noise hides what more parts cost, the share is the second."""
+"""Choices whose plans take at most this share of a step's time more than the fastest are equal: the fewest parts win.
+With modelled costs, in which no noise hides what more parts cost, the share is the second."""
 SplitKind: TypeAlias = tuple[SplitRegion, ...]
 """Regions of equal ops and sizes, such as the MLPs of all layers. They are split into equally many parts."""
 SplitChoice: TypeAlias = Mapping[SplitKind, int]
@@ -83,9 +83,9 @@ class RewrittenStep:
 def split_as_asked(
     problems: StepProblems, step: CapturedStep, trials: SplitTrials | None = None, needed: bool = True
 ) -> RewrittenStep:
-    """Return a step in which regions are split as the options say; `UsageError` if a named module has none. ``trials``:
-    with which splits are chosen, if the options do not state them. ``needed``: False leaves what cannot be split whole,
-    such as a batch of one row."""
+    """Return the step split as the options say. ``trials`` choose the splits if the options leave them open (``auto``).
+    A named module in which nothing can be split is a `UsageError` if ``needed``, else left whole, as with a batch of
+    one row."""
     asked = problems.options.split
     if asked == UNSPLIT:
         return RewrittenStep(step)
@@ -153,7 +153,8 @@ def _split(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> C
 def _noted(
     problems: StepProblems, step: CapturedStep, choice: SplitChoice, chooser: _Chooser | None = None
 ) -> RewrittenStep:
-    """Return the split step with a note. ``chooser``: knows the times of the step with each kind split alone."""
+    """Return the step split by ``choice``, with a note; unchanged and without one if ``choice`` is empty. ``chooser``:
+    knows the times, for the note, of the step with each kind split alone; None for a note without times."""
     if not choice:
         return RewrittenStep(step)
     texts = []
@@ -199,9 +200,9 @@ def _changed(problems: StepProblems, step: CapturedStep, choice: SplitChoice) ->
 
 
 def _chosen(chooser: _Chooser, kinds: Sequence[SplitKind]) -> SplitChoice:
-    """Return the splits whose short search finds the least recomputation within the budget, else the smallest peak;
-    none if no recomputation is needed. Of choices that are about equal, one whose rows keep their bits, then the one
-    with the fewest parts: each part reads the weights again."""
+    """Return the splits of the plan with the least predicted time within the budget, or, if none can fit, with the
+    smallest peak; none if the budget needs no recomputation. Of about equal ones, those whose rows keep their bits come
+    first, then the fewest parts: each part reads the weights again."""
     amount = chooser.trials.amount
     if amount is not None and chooser.trial({}).kept_peak() <= amount:
         return {}
@@ -261,7 +262,7 @@ def _splits_of_what_binds(chooser: _Chooser, kinds: Sequence[SplitKind]) -> Iter
 
 
 def trials_of_step(problems: StepProblems, budget: Budget) -> SplitTrials:
-    """Return trials of a step that is planned alone."""
+    """Return trials of splits within ``budget`` for a step of which one call runs at a time."""
     amount, auto = budget.fixed, strategy_of_trials(problems.options)
 
     def trial(step: CapturedStep) -> SplitTrial:
@@ -302,9 +303,9 @@ class _Chooser:
         return self.trial(choice).graph.base_cost / whole if whole else 1.0
 
     def outcome(self, choice: SplitChoice, cheapest: float, within: bool) -> tuple[bool, float]:
-        """Return, to be minimised, whether no plan fits, and the plan's relative time; or, if none fits, its peak.
-        ``cheapest``: the least cost of a step with splits, without recomputation. ``within``: False if no plan can fit,
-        or the smallest peak is wanted."""
+        """Return a pair to be minimised: (False, relative time) of a plan that fits; (True, smallest peak) if none is
+        found; (False, smallest peak) unless ``within``. ``cheapest``: the least cost of a step with splits, without
+        recomputation. ``within``: False if no plan can fit, or the smallest peak is wanted."""
         if not within:
             return False, self.smallest_peak(choice)
         trial = self.trial(choice)
@@ -328,8 +329,9 @@ class _Chooser:
 
 
 def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
-    """Return the error that no plan fits with what is known of splits: the bound of all if they are chosen, that the
-    bound is of the stated ones, or how small a peak they reach if none were asked for."""
+    """Return ``error``, that no plan fits, with what is known of splits. Its floor becomes that of any splits
+    (``auto``) or is said to be that of the stated ones. If none were asked for, it says how small a peak splits reach,
+    if smaller."""
     asked = problems.options.split
     if isinstance(asked, tuple):
         return replace(error, floor=f"{error.floor}, with the stated splits")

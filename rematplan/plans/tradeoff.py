@@ -42,8 +42,8 @@ def trace_curves(
     budgets: Sequence[int],
     progress: Progress = silent,
 ) -> tuple[dict[str, tuple[Plan, ...]], tuple[str, ...]]:
-    """Return each strategy's plans with rising overhead and falling peak, and a note on each without: too large a
-    problem, or no fit."""
+    """Return the plans of each strategy at ``budgets`` in bytes, by rising overhead and falling peak. Return also a
+    note on each strategy without plans: the problem is too large for it, or no plan fits."""
     store = PlanStore()
     found: dict[str, tuple[Plan, ...]] = {}
     notes = []

@@ -35,8 +35,9 @@ def overlapped(
     sharing: Callable[[], Sharing],
     more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return ``plan`` or one of ``more`` on two lanes if ``mode`` asks for it and it is possible, with `AUTO` only if
-    that saves enough time (`PAYS`). Else return ``plan``, and why if it was asked for."""
+    """Return the fastest of ``plan``, ``more`` and plans with inverses on two lanes, if ``mode`` asks for them, with
+    `AUTO` only if they save enough time (`PAYS`). If not, return ``plan``, and a note why if ``mode`` asked.
+    ``sharing``: returns how fast two lanes are."""
     if mode in (None, OFF):
         return (replace(plan, lanes=None) if mode else plan), ()
     budget = plan.estimate.peak if plan.budget is None else plan.budget
@@ -65,8 +66,8 @@ def overlapped(
 def sharing_on(
     step: CapturedStep, graph: TrainingGraph, plan: Plan, strategy: Strategy, *, measured: bool
 ) -> Sharing:
-    """Return how fast each of two lanes is while both work: if ``measured``, on ops of ``plan`` on this device, unless
-    the strategy states it."""
+    """Return how fast each of two lanes is while both work: as the strategy states, else, if ``measured``, on ops of
+    ``plan`` on this device, else a typical value."""
     if strategy.lane_speed or not measured:
         return stated_sharing(strategy)
     from rematplan.runtime.execute.lane_speed import measured_sharing  # torch takes seconds to import
