@@ -22,9 +22,9 @@ class BudgetWarnings:
     """The reasons for which a warning was given. Each gets one."""
 
     def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn of a call while backwards of earlier calls, which hold ``held`` bytes, are pending: if they share casts
-        of weights, or exceed the budget together. With ``of_part`` the budget is for other modules, too, and not
-        compared."""
+        """Warn that a call begins while earlier calls, which hold ``held`` bytes, wait for their backward: under
+        autocast with its cache, and if ``held`` and the plan's peak exceed its budget. ``of_part``: whether the budget
+        is for other modules, too, and not compared."""
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
             self._tell(
                 "cast",
@@ -42,8 +42,8 @@ class BudgetWarnings:
         )
 
     def retained(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn that a backward retains the ``held`` bytes of its forward: if they exceed the budget, or always with
-        ``of_part``. ``of_part``: whether the budget is for other modules, too."""
+        """Warn that a backward retains the ``held`` bytes of its forward: if these and the plan's peak exceed its
+        budget, or always with ``of_part``. ``of_part``: whether the budget is for other modules, too."""
         needed, most = plan.peak + held, plan.budget
         if not of_part and (most is None or needed <= most):
             return

@@ -101,7 +101,8 @@ class CacheEntry:
 
 
 class CachedPlans:
-    """The entries of a planned module by `Tracing.key`, for plain calls, each with its others."""
+    """The entries for plain calls of a planned module, by `Tracing.key`. Each refers to those with statistics and for
+    gradients of earlier steps."""
 
     def __init__(self, limit: int) -> None:
         self.recent = Recent(limit)

@@ -83,7 +83,8 @@ class Captures:
         return replace(self, shapes=shapes, repeated=self.repeated if with_shapes else 0)
 
     def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
-        """Return a new cache entry for a call."""
+        """Return a new cache entry for a call: with a plan of other sizes if one is known to fit, else with a plan of
+        its own. ``arrived``: as in `Steps`."""
         shapes = self._of_call(tracing)
         known = self._with_known_plan(shapes, tracing, arrived)
         if known is not None:
@@ -169,8 +170,9 @@ class Captures:
     def with_gradients(
         self, entry: CacheEntry, planner: Planner, held: int, names: frozenset[str]
     ) -> CacheEntry:
-        """Return the entry for a call that begins with ``held`` bytes of earlier gradients of the parameters ``names``.
-        It has a plan of other sizes if one is known to fit, and is ``entry`` if the planner keeps its plan."""
+        """Return the entry for a call that begins with ``held`` bytes of earlier gradients of the parameters ``names``:
+        with a plan of other sizes if one is known to fit, else ``entry`` if the planner keeps its plan, else with a new
+        plan."""
         instance, plan = entry.instance, entry.plan
         adding = planner.adding_to_gradients(plan, held, names) if instance else None
         learn = None
@@ -197,8 +199,8 @@ class Captures:
         planner: Planner,
         arrived: frozenset[str],
     ) -> CacheEntry:
-        """Plan a captured forward, and return its cache entry. If plans may serve other sizes, its problem is learned
-        for them. ``arrived``: as in `Steps`."""
+        """Plan a captured forward, and return its cache entry; `ModelError` if an output could not be captured. If
+        plans may serve other sizes, the forward's problem is learned for them. ``arrived``: as in `Steps`."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
@@ -236,7 +238,8 @@ def _learn(
     planner: Planner,
     arrived: frozenset[str],
 ) -> None:
-    """Remember the problem of a batch for plans at other sizes, and at first those of separate captures."""
+    """Remember the problem of a batch for plans at other sizes. The first time, remember also those of separate
+    captures that ``instance.forward`` serves."""
     assert found.problem is not None
     if not plans.learned:
         for known in shapes.known_instances(instance.forward):
@@ -246,8 +249,8 @@ def _learn(
 
 
 def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arrived: frozenset[str]) -> None:
-    """Remember the problems for fewer and for more selected elements, too, with a plan for more: each call has other
-    numbers, and plans are used between sizes with known problems."""
+    """Remember also the problems for half and three halves of the selected elements, and plan each, if a short search
+    can: each call has other numbers, and plans are used between known sizes."""
     for counts in instance.counts_around:
         with suppress(NotSymbolic, ModelError):
             other = instance.forward.found(None, instance.batch[: -len(counts)], counts)

@@ -24,8 +24,8 @@ def check_first_plan(
     model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
 ) -> None:
     """Compare, on copies, the first planned step of this process with eager mode if this version of PyTorch is not
-    tested, and warn. Raises `ModelError` if they differ although eager mode repeats itself. A model that cannot be
-    copied is not compared."""
+    tested, and warn of the outcome. `ModelError` if they differ by more than ``tolerance`` although eager mode repeats
+    itself. If copying or running fails, or memory is short, nothing is compared."""
     version = torch.__version__
     if is_tested(version) or version in _checked:
         return

@@ -97,8 +97,8 @@ class Tracing:
         return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
     def check(self) -> None:
-        """Refuse a model or arguments that cannot be planned, and warn of what submodules lose in a plan: effects of
-        hooks, which run only while a step is traced, and compiled code."""
+        """Raise `ModelError` for a model or arguments that cannot be planned. Warn of what submodules lose in a plan:
+        effects of hooks, which run only while a step is traced, and compiled code."""
         check_traceable(self.model)
         for name, tensor in self.state.named.items():
             if tensor.is_meta:
@@ -120,7 +120,8 @@ class Tracing:
 
     def fixed(self) -> Found:
         """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached tensors
-        of a trace; `NotCaptured` if that is impossible."""
+        of a trace. `NotCaptured` if that is impossible, `NoGradients` if no output has a gradient; an error that eager
+        mode raises, too, as it is."""
         try:
             return self._with_clean_caches()
         except (NoGradients, NotCaptured):

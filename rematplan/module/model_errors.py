@@ -37,8 +37,9 @@ def eager_forwards(
     *,
     saving: bool = False,
 ) -> Iterator[Exception | None]:
-    """Run a forward in eager mode on copies of tensors, and yield its exception, or None, after each run. Afterwards
-    all is restored. ``saving``: whether it saves tensors for a backward; otherwise only if it fails without them."""
+    """Run a forward ``times`` times in eager mode on copies of tensors, and yield its exception, or None, after each
+    run; afterwards all is restored. ``saving``: whether tensors are saved for a backward; if not, a run that fails is
+    not yielded, and all runs begin again with saving."""
     saved = nullcontext() if saving else saved_tensors_hooks(_nothing, lambda kept: kept)
     with unchanged(model, copied=True), torch.enable_grad():
         for _ in range(times):

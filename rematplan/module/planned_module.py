@@ -20,7 +20,8 @@ from rematplan.runtime.graph.compat import disable_dynamo
 
 def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
     """Return an object of a subclass of the model's class, which shares its state and whose calls ``runner`` executes.
-    Raises `ModelError` if the model cannot be traced, or is planned and its forward was replaced."""
+    `ModelError` if the model cannot be traced, its class allows no subclass, or it is planned and its forward was
+    replaced."""
     check_traceable(model)
     if isinstance(model, _Planned):
         if model._rematplan_replaced is not None:

@@ -154,8 +154,9 @@ class Runner:
     def state_if_planned(
         self, original: Original, leaves: list[Any], spec: pytree.TreeSpec
     ) -> guards.ModuleState | None:
-        """Return the model's state, or None if the call runs without a plan: traced by another, or no tensor
-        requires a gradient, or no output does."""
+        """Return the model's state; None if the call runs without a plan: another tracer traces it, no tensor requires
+        a gradient, or earlier calls of its kind had no output with one. `ModelError` inside of modes that plans do not
+        support."""
         if get_tracing_state() or any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves):
             return None  # torch.jit or torch.fx traces
         state = self._state(original)
@@ -181,7 +182,8 @@ class Runner:
         return self.unplanned.tell(original.model, what, call) if self.untrained else call()
 
     def _executed(self, call: Tracing, measures: bool) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
-        """Run the forward of a plan, with statistics if ``measures``. Return its entry and the forward's tensors."""
+        """Run the forward of a call's plan, which is made now if none is valid, with statistics if ``measures``. Return
+        the plan's entry and the forward's tensors; `OtherResults` if ops gave other results than planned."""
         entry = self._entry(call)
         if measures and self.recorder:
             entry = self._measured(entry, self.recorder)
@@ -207,7 +209,7 @@ class Runner:
 
     def _distrust(self, found: OtherResults) -> None:
         """Drop all plans and captures after ops gave other results than planned. After other strides, later captures
-        run these ops on real tensors, then at fixed sizes. Raises `ModelError` if that was not enough."""
+        run these ops on real tensors; after a second failure, sizes are fixed. `ModelError` if they fail after that."""
         again = found.ops <= self.distrusted
         if again and self.captures.only_fixed:
             raise ModelError(
@@ -238,8 +240,8 @@ class Runner:
                 entry.swap_plan()
 
     def _begin_training(self, call: Tracing) -> None:
-        """If a percentage was fixed for this first step's shapes, but other types, modes or layouts, drop the plans,
-        and let it refer to this step."""
+        """Drop the plans, and let a percentage refer to this step, if the percentage was fixed by a prepared call of
+        the same shapes but of other types, modes or layouts."""
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
         # A step of other shapes does not count: its batch may be a small one.
@@ -251,8 +253,8 @@ class Runner:
                 self.captures = replace(self.captures.copy(with_shapes=False), ready=())
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for these arguments without running the model, unless there is one, also that of its
-        statistics."""
+        """Make the plan for these arguments, unless there is one, without running the model. With statistics, make the
+        plan of their step, too."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
             first = not self.plans
             entry = self.find(original, args, kwargs)
@@ -312,8 +314,8 @@ class Runner:
         return state
 
     def _entry(self, call: Tracing) -> CacheEntry:
-        """Return the valid cache entry for a call, captured and planned now if there is none. `ModelError` in a block
-        that caches parametrizations."""
+        """Return the valid cache entry for a call, captured and planned now if there is none. `ModelError` for a model
+        with parametrizations in a block that caches them."""
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in call.state.attributes
         ):

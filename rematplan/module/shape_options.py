@@ -89,8 +89,8 @@ class ShapeOptions:
         )
 
     def check(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `UsageError` unless the sizes of a call's tensors are in their ranges, and equal where they have one
-        axis."""
+        """Raise `UsageError` unless the sizes of a call's tensors are in their ranges, and those of one axis follow
+        from one value of it."""
         found: dict[Axis, tuple[int, str]] = {}
         for name, tensor in self._tensors(model, args, kwargs).items():
             for dim, size in self.ranges[name].items():
@@ -116,8 +116,9 @@ class ShapeOptions:
     def first_calls(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of the calls that are planned first: the largest sizes, the given, and others, or all
-        if few (`FEW`)."""
+        """Return the arguments of the calls that are planned first: only the given ones without ranges, else those of
+        the largest sizes, the given ones, and all combinations if they are few (`FEW`), else two more. `UsageError` for
+        given sizes outside of the ranges."""
         arguments = tuple(args), dict(kwargs)
         if not self.ranges:
             return [arguments]
@@ -149,8 +150,8 @@ class ShapeOptions:
     def call_of_sizes(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Mapping[Axis, int]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the given arguments at other sizes, the axes' largest unless in ``numbers``, with entries left out
-        or repeated evenly."""
+        """Return the arguments with tensors of other sizes: each axis has its number in ``numbers``, else its largest.
+        Entries of tensors are left out or repeated evenly."""
         other = {
             id(tensor): _resized(
                 tensor,
@@ -169,8 +170,8 @@ class ShapeOptions:
     def _tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return a call's tensors that have ranges, by name, without absent ones and None; `UsageError` for other
-        arguments."""
+        """Return a call's tensors that have ranges, by name, without absent ones and None. `UsageError` if the forward
+        lacks an argument with ranges, or it is no tensor."""
         if not self.ranges:
             return {}
         arguments, known = _arguments(model, args, kwargs), _parameters(model)
@@ -221,8 +222,8 @@ def _sizes_of(name: str, dims: Any, given: object) -> Iterator[tuple[int, Size]]
 
 
 def _size(place: str, stated: Any) -> Size | None:
-    """Return the size of a dimension that a user stated; None if it may have any or is `Dim.STATIC`, `UsageError` if
-    malformed."""
+    """Return the size of a dimension that a user stated; None if it may have any, has no upper limit or is
+    `Dim.STATIC`. `UsageError` if malformed."""
     if stated is None or stated in (Dim.AUTO, Dim.DYNAMIC, Dim.STATIC):
         return None
     if isinstance(stated, int):

@@ -104,8 +104,9 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Planner,
     ) -> None:
-        """Remember a batch's problem for plans at other sizes; ``carrier`` added its inverses. If structures or
-        problems differ within a pattern, no plan serves it."""
+        """Remember a batch's problem for plans at other sizes; ``carrier`` added its inverses. No plan serves other
+        sizes of a pattern if steps of the pattern have several structures, or problems of its structure differ in more
+        than sizes."""
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:
@@ -120,8 +121,8 @@ class SizedPlans:
             self._of_pattern.popitem(last=False)
 
     def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
-        """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if none is
-        known to fit or be usable."""
+        """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if no plan is
+        known to fit. `NotSymbolic` if an op returns other strides at these sizes."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None or not all(k.serves(sizes) for k in alike.kernels):
             return None
@@ -151,8 +152,8 @@ class SizedPlans:
         return compile_
 
     def _check_layouts(self, sizes: SizeValues) -> None:
-        """Check that no op returns other strides at these sizes than stated, by calls with arguments that are not
-        contiguous."""
+        """Raise `NotSymbolic` if an op returns other strides at these sizes than stated. Only calls that may, with
+        arguments that are not contiguous, are run."""
         doubtful = [
             call
             for call, operands in self._unsure

@@ -37,7 +37,8 @@ def _smallest(batch: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 @dataclass
 class OpenShapes:
-    """The captures for calls that differ only in sizes: with symbolic sizes if possible, otherwise of a shape."""
+    """The captures for calls that differ only in sizes: with symbolic sizes if possible, otherwise one for each
+    shape."""
 
     forwards: list[OpenForward] = field(default_factory=list)
     """The captures with symbolic sizes, the one used last first."""
@@ -92,8 +93,9 @@ class OpenShapes:
         opened: Callable[[Dimensions | None, tuple[int, ...]], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found:
-        """Return the captured step for a batch's shapes, from a capture with symbolic sizes if possible, else captured
-        separately. ``opened`` and ``fixed`` make these captures."""
+        """Return the captured step for a batch: from a capture with symbolic sizes that serves it, or from a new one,
+        else captured separately. The first shape and shapes met before start no symbolic capture. ``opened`` and
+        ``fixed`` make the captures."""
         shapes = tuple(t.shape for t in batch)
         before = self.limited, self.reason
         try:
@@ -145,7 +147,7 @@ class OpenShapes:
 
     def _counts(self, state: guards.ModuleState, batch: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the numbers that the forward takes as sizes, as the latest capture that decides alike counts them;
-        else none."""
+        empty if none does."""
         found = (one.guard.decided.counted(state.named, batch) for _, one in reversed(self.known))
         return next((counts for counts in found if counts is not None), ())
 
@@ -180,8 +182,8 @@ class OpenShapes:
         fixed: Callable[[], Found],
     ) -> Found | None:
         """Make a capture with symbolic sizes, and return this batch's step; None, or a separate capture's, if it fails.
-        Its calls must equal those of known shapes, or of a separate capture. If not, fewer sizes get symbols, or none
-        any more."""
+        The calls of the capture must equal those of known shapes, or of a separate capture. If not, fewer sizes get
+        symbols, or none any more."""
         own, differing = None, self._differing(batch)
         try:
             forward = opened(differing if self.limited else None)

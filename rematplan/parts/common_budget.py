@@ -68,8 +68,8 @@ class PlannedPart:
         return step.calls == self.step.calls and step.storage_bytes == self.step.storage_bytes
 
     def plan(self, step: CapturedStep) -> StepPlan:
-        """Return a plan of a part's step that keeps and needs no more than the present one. If none is found, return
-        the one that keeps least, and warn if that exceeds it."""
+        """Return a plan of a part's step that keeps and needs no more bytes than the present plan. If none is found,
+        return the one with the smallest peak found, and warn if it exceeds the present plan."""
         if self.is_of(step):
             return replace(self.made, step=self.planner.with_inverses(step))
         form, problem = part_problem(step, self.planner, self.figures.stage)
@@ -99,8 +99,8 @@ class PlannedPart:
         return effort.part(effort.total / LIMITS.questions)
 
     def excess(self, figures: StagePlan) -> str:
-        """Return in words the first of kept bytes, forward and backward in which a plan of these figures exceeds the
-        present one; empty if none does."""
+        """Return in words the first of three numbers, bytes kept, needed in the forward and in the backward, that is
+        larger in ``figures`` than in the present plan; empty if none is."""
         own = self.figures
         needed = (
             ("holds", figures.held.kept, own.held.kept, "to its backward"),
@@ -135,7 +135,8 @@ class PartPlanner(Planner):
         return False
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Return the plan of a step. A step of other sizes is planned like that with the same ops."""
+        """Return the plan of a step. A step that is none of the parts is planned within the bytes of a part with the
+        same ops, or of the first part if none has them."""
         del first, progress
         ops = ops_of(step)
         ranked = sorted(self.parts, key=lambda part: (not part.is_of(step), ops_of(part.step) != ops))
@@ -161,7 +162,8 @@ class CommonPlan:
     """What the parts would keep between forward and backward without recomputation ÷ what the step holds then."""
 
     def text(self) -> str:
-        """Return which modules are planned, and what the rest is charged."""
+        """Return text that says which modules are planned, and with what share of the activations, what the rest is
+        charged, and the first module that is not planned, and why."""
         names = [[*dict.fromkeys(group.names)] for group in self.parts]
         shown = ", ".join(f"{one[0]}{f' and {len(one) - 1} equal' * (len(one) > 1)}" for one in names[:3])
         more = f", and {len(names) - 3} more" * (len(names) > 3)
@@ -189,8 +191,8 @@ class CommonSearch:
     """The bytes that what is around the parts holds during the whole step."""
 
     def plan(self, budget: int | None = None) -> CommonPlan:
-        """Return the plans within ``budget`` bytes, or within those that were asked for if it is None;
-        `InfeasibleBudget` if none fit."""
+        """Return the plans within ``budget`` bytes (None: the budget of `search`). `InfeasibleBudget` if none are
+        found, or the step of the optimizer needs more."""
         search = self.search if budget is None else self.search.with_budget(budget)
         if self.least > search.budget:
             smallest = max(self.least, search.with_budget(self.least).smallest)

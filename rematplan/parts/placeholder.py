@@ -19,8 +19,9 @@ class Placeholder(torch.autograd.Function):
         anchor: torch.Tensor,
         *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the part, and return its tensors. ``run`` returns each with whether it has a gradient and may be held;
-        ``began`` is called when the backward begins."""
+        """Run the part, and return its tensors. ``run`` returns each with two flags: whether it has a gradient, and
+        whether a plan may hold it. ``began`` is called when the backward begins; ``anchor`` requires a gradient, so
+        that the backward runs."""
         del anchor
         made = run()
         ctx.began, ctx.held = began, [tensor.detach() for tensor, _, held in made if held]

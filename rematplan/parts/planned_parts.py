@@ -134,8 +134,8 @@ class PlannedParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module by ``runner``, which has its plans, or as it is without one. With gradients, count it in
-        ``ran``; a part that fails runs without a plan, unless stated."""
+        """Run a module by ``runner``, or as it is if that is None. With gradients, count the run in ``ran``. A part
+        that raises `ModelError` runs without a plan from then on, with a warning, unless the user stated it."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         ran[name] += 1
@@ -182,8 +182,8 @@ class PlannedParts:
             every[:] = [(None if is_new else s, grown) if r is rehearsed else (s, r) for s, r in every]
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CommonPlan:
-        """Return the plan for a call. It is rehearsed and planned, unless an earlier call with arguments of this
-        structure, these settings, and no smaller sizes was."""
+        """Return the plan for a call. The call is rehearsed and the budget divided, unless an earlier rehearsal serves
+        it: with this structure of the arguments, these settings, and no smaller sizes of large arguments."""
         self._leave_out_anew(original, args, kwargs)
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(original.model).state(original.model)

@@ -184,7 +184,8 @@ class Rehearsal:
         return frozenset((*by_inputs, *by_weights))
 
     def _uncalled(self) -> list[tuple[str, EqualParts]]:
-        """Return a call of each module that did not run but equals a part that did: layers may be dropped by chance."""
+        """Return a call of each module that did not run but equals a part that did, since layers may be dropped by
+        chance. The names of these modules are added to the groups."""
         called = {name for name, _ in self._calls}
         found = []
         for name, part in self.parts.items():
@@ -197,8 +198,8 @@ class Rehearsal:
         return found
 
     def _equal(self, part: nn.Module) -> EqualParts | None:
-        """Return the known parts to which a module is equal if its arguments are like theirs; None if there are
-        none."""
+        """Return the known parts that have the forward function and the state of ``part``, and may equal it; None if
+        there are none."""
         with self._patches.away():
             state = guards.ModuleTree(part).state(part)
             function = function_of(Original(part, part.forward))
@@ -233,8 +234,8 @@ class Rehearsal:
     def _group(
         self, name: str, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> EqualParts | None:
-        """Return the parts that are equal to a module in this call, or None if it is not planned; `ModelError` if a
-        stated one cannot be."""
+        """Return the parts that are equal to a module in this call, new ones if needed. If the module is not planned,
+        note why and return None; `ModelError` if a stated one cannot be captured."""
         with disable_current_modes(), self._patches.away(), LOCK.alone(), torch.enable_grad():
             leaves, spec = flattened_call(args, kwargs)
             state = guards.ModuleTree(original.model).state(original.model)
@@ -289,8 +290,8 @@ class Rehearsal:
     def _placed(
         self, group: EqualParts, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a part's forward without a graph, and return its results with a placeholder node as theirs. Its backward
-        is recorded as an event."""
+        """Run a part's forward without a graph, and return its results as outputs of one placeholder node. Its forward
+        and the node's backward are recorded as events."""
         call = len(self._calls) - 1
         self._event("F", call)
         structure: list[Any] = []

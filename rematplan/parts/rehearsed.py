@@ -131,8 +131,8 @@ class Rehearsed:
         return self.given + max(self.ending, *(max(one.before, one.during) for one in self.events))
 
     def with_calls(self, more: Sequence[tuple[str, EqualParts]], repeated: int | None = None) -> Rehearsed:
-        """Return what is assumed of a step with further calls of parts: they run after the others, and hold inputs and
-        outputs during the whole step. ``repeated``: None for no change."""
+        """Return what is assumed of a step with further calls of parts: these run after the others, and hold inputs and
+        outputs during the whole step. ``repeated``: the new value of the field; None for no change."""
         if not more:
             return self
         held, first, end = sum(group.held for _, group in more), len(self.calls), len(self.calls) + len(more)

@@ -153,8 +153,8 @@ class WholeOrParts(Runner):
                 self.state = StateTensors(self.state.places | found.places)
 
     def _count_replica(self, model: nn.Module) -> None:
-        """Let plans count what DDP holds from its first call on, and drop earlier plans; a percentage is then of the
-        step with DDP. A saved plan stays as it is."""
+        """If DDP calls the model, and plans do not count what DDP holds, let them count it and drop earlier plans; a
+        percentage is then of the step with DDP. A saved plan stays as it is."""
         options, wrapper = self.planner.options, replicating()
         if wrapper is None or options.saved is not None:
             return
@@ -202,8 +202,8 @@ class WholeOrParts(Runner):
     def _try_parts(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], error: CapturedAnew
     ) -> None:
-        """Let the model be planned in parts, which are captured once, unless none can be, or they need more than the
-        largest budget so far. Warn of the outcome."""
+        """Plan the model in parts, which are captured once. Plan it whole as before if no part can be planned, or parts
+        need more than the largest budget so far. Warn of the outcome."""
         known, needed, text = (self.plans, self.captures), 0, ""
         most = max(one.plan.budget or one.plan.peak for one in self.plans.plain())
         try:
@@ -252,7 +252,7 @@ class WholeOrParts(Runner):
         return False
 
     def _check_parts(self) -> None:
-        """Refuse options that parts cannot have. They are planned as a pipeline's stages are."""
+        """Raise `UsageError` for options that parts cannot have, since parts are planned as a pipeline's stages are."""
         options = self.planner.options
         excluded = {
             "statistics": self.recorder is not None,
@@ -282,7 +282,8 @@ class WholeOrParts(Runner):
         return is_first
 
     def say(self, peak: int, budget: int, overhead: float, more: str) -> None:
-        """Print one line about the first plan on standard error, except in processes other than the first."""
+        """Print one line about the first plan on standard error, in distributed training only in the process of rank 0.
+        ``overhead``: as a share; ``more``: text to append to it."""
         if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
             return
         uncounted = "what is outside of the model"
