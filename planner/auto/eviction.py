@@ -67,7 +67,7 @@ def lower_by_eviction(
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
         tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)
-        tables = tables_for(graph, target, tried, keep_order)
+        tables, tried = fitted(graph, target, tried, keep_order)
         simulation = Simulation(tables, target, tried, source, effort)
         fits = simulation.run()
         if fits:
@@ -100,7 +100,7 @@ def plan_by_eviction(
     best: Plan | None = None
     for _ in range(tries):
         policy = random_policy(source)
-        tables = tables_for(graph, budget, policy, keep_order)
+        tables, policy = fitted(graph, budget, policy, keep_order)
         simulation = Simulation(tables, budget, policy, source, effort, compiled)
         if effort.over:
             break
@@ -111,13 +111,17 @@ def plan_by_eviction(
     return best
 
 
-def tables_for(graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool) -> EvictionTables:
-    """Return the tables for a policy. With deferred outputs, there are as many passes as it takes to fit.
+def fitted(
+    graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool
+) -> tuple[EvictionTables, Policy]:
+    """Return the tables for a policy, and the policy. With deferred outputs, there are as many passes as fit needs.
 
-    With one more pass, and `SCARCE` memory, outputs are deferred even if all would fit.
+    With one more pass, and `SCARCE` memory, outputs are deferred even if all would fit. Where the backward's results
+    cannot all stay, they may be evicted in any case.
     """
-    plain = tables_of(graph)
+    plain, passes = tables_of(graph), 1
     fewest = next((k for k, peak in enumerate(plain.peaks) if peak <= budget), len(plain.peaks) - 1)
-    if not policy.passes or keep_order or budget > SCARCE * plain.peaks[0]:
-        return plain
-    return tables_of(graph, min(max(1, fewest + policy.passes), len(plain.peaks)))
+    if policy.passes and not keep_order and budget <= SCARCE * plain.peaks[0]:
+        passes = min(max(1, fewest + policy.passes), len(plain.peaks))
+    backward = policy.backward or budget < plain.peaks[passes - 1]
+    return tables_of(graph, passes), policy._replace(backward=backward)

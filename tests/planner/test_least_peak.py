@@ -20,7 +20,7 @@ from rematplan.planner.annealing.restarts import DEAR, Search
 from rematplan.planner.auto import auto_session, block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
-from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction, plan_by_eviction, tables_for
+from rematplan.planner.auto.eviction import EVICTION, fitted, lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.rungs import rungs_above
@@ -92,9 +92,20 @@ def test_a_further_pass_is_tried_where_one_hardly_fits() -> None:
     graph = heavy_last(6)
     one, *_ = tables_of(graph).peaks
     policy = random_policy(random.Random(0))._replace(passes=2)
-    assert tables_for(graph, one + 1, policy, False) is tables_of(graph, 2)
-    assert tables_for(graph, 2 * one, policy, False) is tables_of(graph)
-    assert tables_for(graph, one + 1, policy._replace(passes=1), False) is tables_of(graph)
+    assert fitted(graph, one + 1, policy, False)[0] is tables_of(graph, 2)
+    assert fitted(graph, 2 * one, policy, False)[0] is tables_of(graph)
+    assert fitted(graph, one + 1, policy._replace(passes=1), False)[0] is tables_of(graph)
+
+
+def test_results_of_the_backward_are_evicted_where_they_cannot_all_stay() -> None:
+    graph = heavy_last(6)
+    one, *_, least = tables_of(graph).peaks
+    policy = random_policy(random.Random(0))._replace(passes=1, backward=False)
+    assert not fitted(graph, one, policy, False)[1].backward
+    assert not fitted(graph, least, policy, False)[1].backward
+    assert fitted(graph, least - 1, policy, False)[1].backward
+    assert fitted(graph, one - 1, policy, True)[1].backward
+    assert fitted(graph, one - 1, policy._replace(passes=0), False)[1].backward
 
 
 def heavy_last(layers: int) -> TrainingGraph:
