@@ -54,6 +54,8 @@ class NearLeastOptions:
     """Larger problems are not searched."""
     longest: int = 600_000
     """If a sequence of runs would be longer, the search gives up. DenseNet-121 would need a million."""
+    run_moves: int = 4
+    """The moves that each run of such a sequence counts as. Counted as one, FocalNet's left no time for eviction."""
     most_tidied: int = 300_000
     """Longer sequences are not tidied but given up, after they were shortened."""
 
@@ -140,8 +142,9 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
         rest = descend_by_groups(demands.tables, first.rest, level, limit, effort)
         if rest.level > level:
             continue
-        runs = Unfolding(values, level, NEAR_LEAST.longest).run([*first.actions, *rest.actions])
-        effort.charge(moves=len(runs))
+        longest = min(NEAR_LEAST.longest, int(effort.left) // NEAR_LEAST.run_moves)
+        runs = Unfolding(values, level, longest).run([*first.actions, *rest.actions])
+        effort.charge(moves=NEAR_LEAST.run_moves * len(runs))
         return shortened(demands, runs, level + demands.left_out)
     return []
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import problems
@@ -17,6 +18,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.least import near_least
 from rematplan.planner.least.demands import demands_of
 from rematplan.planner.least.group_descent import descend_by_groups
 from rematplan.planner.least.inverses_as_parts import inverses_as_parts
@@ -24,6 +26,7 @@ from rematplan.planner.least.last_heavy_run import LastHeavyRun
 from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.least.regression import search
 from rematplan.planner.least.reuse import shortened
+from rematplan.planner.least.unfold import TooLong
 from rematplan.planner.least.values import Values
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -175,3 +178,10 @@ def test_ops_that_may_run_only_once_do() -> None:
     plan = plan_near_least(graph, no_recompute(graph).peak, Effort(moves=3_000_000))
     if plan is not None:
         assert runs_of(plan.schedule).count(forward[3]) == 1
+
+
+def test_a_sequence_of_runs_is_no_longer_than_the_effort_allows() -> None:
+    graph = problems.unet(3)
+    with mock.patch.object(near_least, "Unfolding", side_effect=TooLong) as unfolding:
+        assert plan_near_least(graph, no_recompute(graph).peak, Effort(moves=1_000_000)) is None
+    assert 0 < unfolding.call_args.args[2] <= 1_000_000 // near_least.NEAR_LEAST.run_moves
