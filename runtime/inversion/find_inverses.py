@@ -56,9 +56,9 @@ def with_inverses(
     renormalise: bool = False,
     own_seeds: bool = False,
 ) -> Invertible:
-    """Return the step with all inverses that are found. Where one needs it, storages are split and scatters become
-    concatenations. ``renormalise``: batch norms may run again without new running statistics. ``own_seeds``: random ops
-    may run again."""
+    """Return the step with all inverses that are found. Scatters become concatenations where possible; storages are
+    split where inverses need it. ``named``: parameters and buffers, by name. ``renormalise``: batch norms may run again
+    without new running statistics. ``own_seeds``: random ops may run again."""
     found = _found(scatter_to_cat(step, named), named, own_seeds)
     twins = tuple(_renormalisations(found.step)) if renormalise and found.step.inverses else ()
     return replace(found, step=replace(found.step, inverses=(*found.step.inverses, *twins)))
@@ -70,7 +70,8 @@ def is_exact(call: Call) -> bool:
 
 
 def _renormalisations(step: CapturedStep) -> Iterator[Call]:
-    """Yield, for each forward batch norm with new running statistics, a call with the same bits that returns none."""
+    """Yield, for each forward batch norm that returns new running statistics, a call that computes the same bits
+    without them."""
     for call in step.calls:
         row = None if call.backward or call.kwargs else _RENORMALISED.get(call.target)
         twin = row and row(*call.args)
@@ -194,7 +195,8 @@ def _covers(pieces: Mapping[Band, list[Undone]]) -> Iterator[tuple[Undone, ...]]
 
 
 def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: int) -> Call:
-    """Return the call that recomputes a storage by these rules, each of which fills a part of it."""
+    """Return the call that recomputes a storage by these rules, each of which fills a part of it. ``base``: the
+    storage's first value. ``index``: how many other calls recompute it; part of the name."""
     fake = step.values[base].fake
     fills = tuple(
         Fill(

@@ -185,7 +185,8 @@ def _prelu(out: Tensor, y: Tensor, weight: Tensor) -> float | None:
 def _normalised(
     out: Tensor, y: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> float | None:
-    """Write to ``out`` the x for which y = (x − mean) · scale · weight + bias. Return how errors grow, or None."""
+    """Write to ``out`` the x for which y = (x − mean) · scale · weight + bias. Return the factor on errors if a weight
+    is divided by, else None."""
     x = y.to(torch.promote_types(y.dtype, torch.float32))
     x = x if bias is None else x - bias
     grown = None

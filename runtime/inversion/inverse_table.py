@@ -57,7 +57,8 @@ def _sum(sign: int) -> Row:
 
 
 def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
-    """Yield the rules that undo y = first ± alpha · second for either term. ``sign``: 1 or −1."""
+    """Yield the rules that undo y = first ± alpha · second for either term; refuse a ``second`` with ``alpha`` near
+    zero, and a broadcast part of a storage. ``sign``: 1 or −1."""
     y = result(call, facts)
     if fits(first, y, facts):
         gain = _gain_of_term(first, facts)
@@ -80,7 +81,8 @@ def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: 
 
 
 def _fused(kernel: str, *names: str) -> Row:
-    """Return the row that recomputes ``self`` of y = beta · self + factor · p, or refuses a beta close to zero."""
+    """Return the row that recomputes ``self`` of y = beta · self + factor · p, or refuses a beta close to zero.
+    ``names``: the arguments of which p is made."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)
@@ -174,8 +176,9 @@ training does not change."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``), or refuse a known factor
-    close to zero. The growth of errors is noted in ``facts.scales``."""
+    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``). A known factor that is
+    too small or too large is refused, an unknown one left to `_bounded`. The growth of errors is noted in
+    ``facts.scales``."""
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )
@@ -269,7 +272,8 @@ def _prelu(call: Call, facts: Facts) -> Found:
 
 
 def _norm(kernel: str, x: str = "input") -> Row:
-    """Return the row for a norm that returns its statistics, or a frozen batch norm, of a weight not close to zero."""
+    """Return the row for a norm that returns its statistics, or for a frozen batch norm. It yields nothing for a weight
+    that is not known before the step runs, and refuses one close to zero. ``x``: the name of the norm's input."""
 
     def row(call: Call, facts: Facts) -> Found:
         arguments, y = facts.arguments(call), result(call, facts)

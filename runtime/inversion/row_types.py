@@ -24,13 +24,13 @@ class Undone:
     reads: tuple[str, ...]
     """The names of the values that the kernel reads."""
     kernel: str
-    """Its name in `inverse_ops.KERNELS`."""
+    """The kernel's name in `inverse_ops.KERNELS`."""
     constants: tuple[Any, ...] = ()
-    """Its arguments that are not tensors."""
+    """The kernel's arguments that are not tensors."""
     gain: float = 1.0
-    """The factor by which it multiplies relative errors."""
+    """The factor by which the kernel multiplies relative errors."""
     exact: bool = False
-    """Whether it recomputes the original bits, since it only copies, moves or negates numbers."""
+    """Whether the kernel recomputes the original bits, since it only copies, moves or negates numbers."""
     scale: float = 0.0
     """The factor by which dividing by a scale increases errors at planning time; 0 without a scale. If the kernel
     returns the factor at run time, the two are compared."""

@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 def scatter_to_cat(step: CapturedStep, named: Mapping[str, torch.Tensor]) -> CapturedStep:
-    """Return the step with concatenations for the forward's scatters, with all strides and bits, or the step itself
-    if it has none."""
+    """Return the step with concatenations for the forward's scatters where possible, with all strides and bits; the
+    step itself if none changes."""
     if not any(_row(call) for call in step.calls):
         return step
     return _Rewriter(step, KnownValues(step, named)).rewritten()
@@ -71,8 +71,8 @@ class _Rewriter:
         return self.values[ref.value].fake
 
     def equate(self, result: str, source: str) -> bool:
-        """Replace ``result`` by ``source`` in all later calls. Return false if layouts differ, or an output or a
-        partial storage is concerned."""
+        """Replace ``result`` by ``source`` in all later calls, and return true. Return false, without a change, if
+        their layouts differ, or if ``result`` is in an output's storage or ``source`` only in a part of one."""
         old, new = self.values[result], self.values[source]
         outside = self.step.returned()
         whole = band(new.fake)
@@ -85,7 +85,8 @@ class _Rewriter:
         return True
 
     def view(self, name: str, target: Any, args: tuple[Any, ...], result: str | None = None) -> Ref:
-        """Append a view of an existing value to the new step, and return a reference to the view."""
+        """Append a view of an existing value, the first of ``args``, to the new step, and return a reference to the
+        view. ``name``: of the call. ``result``: of the view, by default that of the call."""
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
@@ -130,7 +131,7 @@ class _Rewriter:
         self, call: Call, target: Any, base: Ref, rest: list[Slice | None], source: Ref, dim: int
     ) -> bool:
         """Append a concatenation in place of a call that writes a slice, permuted to its result's strides. Return
-        whether that was possible."""
+        whether that was possible. ``rest``: what is joined, as slices of ``base``, and None for ``source``."""
         old, before = self.values[call.results[0] or ""].fake, len(self.calls)
         # The dimensions as they follow in memory: (0, 2, 3, 1) for channels-last. `back` is the inverse, (0, 3, 1, 2).
         order = sorted(range(old.dim()), key=lambda d: -old.stride()[d])

@@ -55,8 +55,9 @@ class _Stage:
 
 
 def action_lists(name: str, ranks: int, stages: int, microbatches: int) -> Lists:
-    """Return, for each rank, the actions (kind, stage, micro-batch) of a PyTorch pipeline schedule in order;
-    `UsageError` if the numbers do not fit."""
+    """Return, for each rank, the actions (kind, stage, micro-batch) of a PyTorch pipeline schedule in order. ``name``:
+    a key of `TORCH_CLASSES`, except ``gpipe`` and ``1f1b``. `UsageError` if the schedule does not allow these
+    numbers."""
     # Kinds: F forward, B backward, I input gradients only, W weight gradients only. RECV_F, RECV_B: begin to
     # receive from the previous or next stage. DROP_F, DROP_B: free a sent message.
     each = stages // ranks

@@ -66,8 +66,8 @@ class Peer:
 
 
 class Sender:
-    """Sends one training step's messages in one direction to a neighbouring rank, at most ``credits`` of them
-    unacknowledged. ``like``: tensors with the shapes and types of a message, also on the meta device."""
+    """Sends one training step's ``messages`` in one direction to a neighbouring rank, at most ``credits`` of them
+    unacknowledged. ``like``: tensors with the shapes and types of a message, perhaps on the meta device."""
 
     def __init__(self, peer: Peer, like: Sequence[torch.Tensor], credits: int, messages: int) -> None:
         self.peer, self.credits, self.count = peer, credits, 0
@@ -76,8 +76,8 @@ class Sender:
         self.acknowledged: deque[tuple[Any, torch.Tensor]] = deque()
 
     def send(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy a message into a buffer and begin to send it, None as zeros. Without a free buffer, first wait for an
-        acknowledgement."""
+        """Copy a message into a buffer, None as zeros, and begin to send it. If no buffer is free, first wait for the
+        acknowledgement of the oldest message."""
         at = self.count % self.credits
         if self.count >= self.credits:
             self._one_back()
@@ -107,8 +107,9 @@ class Sender:
 
 
 class Receiver:
-    """Receives one training step's messages in one direction from a neighbouring rank, with ``credits`` receives posted
-    ahead. ``unused``: positions of tensors in a message that this rank does not use."""
+    """Receives one training step's ``messages`` in one direction from a neighbouring rank, with ``credits`` receives
+    posted ahead. ``like``: tensors like those of a message. ``unused``: the positions of tensors in a message that this
+    rank does not use."""
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class Receiver:
             self._post()
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next message and return its tensors, with those of ``like`` in place of unused ones. Their
-        memory is not reused."""
+        """Wait for the next message, acknowledge it and return its tensors, with those of ``like`` in place of unused
+        ones. The memory of received tensors is not reused."""
         received, works = self.posted.popleft()
         while works:  # each holds its tensor
             self.peer.wait(works.pop())

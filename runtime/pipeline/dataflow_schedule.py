@@ -72,9 +72,11 @@ class DataflowSchedule:
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run all micro-batches of a batch, add their gradients to ``.grad``, and return the last stage's outputs if
-        wanted, else None. With ``updates``, the optimizer steps after every ``updates.every`` backwards and zeroes the
-        gradients. Backwards since its last step count for the next, perhaps in the next batch."""
+        """Run all micro-batches of a batch and add their gradients to ``.grad``. On the last stage, append losses to
+        ``losses``, and return the outputs if ``return_outputs``; otherwise return None. With ``updates``, the optimizer
+        steps after every ``updates.every`` backwards and zeroes the gradients. Backwards since its last step count for
+        the next, perhaps in the next batch. `UsageError` if the batch (on the first stage) or ``target`` (on the last)
+        has another shape than planned."""
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         # Random calls seed the default generator, whose state the caller gets again.
         state = torch.get_rng_state() if self.stage.code.draws else None
@@ -97,8 +99,8 @@ class DataflowSchedule:
         return None
 
     def update(self) -> None:
-        """Count a finished backward. With ``updates``, let the optimizer use the mean gradient after every
-        ``updates.every``, and zero the gradients."""
+        """Count a finished backward. With ``updates``, each time that ``updates.every`` backwards have run, let the
+        optimizer use their mean gradient, then zero the gradients."""
         self.backwards += 1
         if self.updates is None or self.backwards < self.updates.every:
             return
@@ -112,7 +114,8 @@ class DataflowSchedule:
 
     def _batch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of each micro-batch of a batch; none except on the first rank. `UsageError` for another
-        number or other shapes of arguments than planned, `ModelError` for another value."""
+        number or other shapes of arguments than planned, `ModelError` for another value of an argument that is no
+        tensor."""
         if not self.stage.is_first:
             return []
         planned = (*self.stage.stage.args, *self.stage.stage.kwargs.values())
@@ -136,7 +139,7 @@ class DataflowSchedule:
 
 class _Step:
     """One training step of a rank's stage, in progress: channels, kept outputs and, with ``updates``, the drift of
-    micro-batches in flight."""
+    micro-batches in flight. `UsageError` if the last stage's ``target`` cannot be cut into equal micro-batches."""
 
     def __init__(
         self,

@@ -97,7 +97,8 @@ class DataflowStage:
         return frozenset(at for at, one in enumerate(kinds) if one not in read)
 
     def forward(self, microbatch: int, hooks: StageHooks, inputs: list[torch.Tensor]) -> None:
-        """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``."""
+        """Run the forward of a micro-batch, and keep the values that its backward needs in ``saved``. The list
+        ``inputs`` is emptied."""
         batch = dict(enumerate(inputs)) if self.is_first else {}
         received = {} if self.is_first else self._handed("batch", inputs)
         inputs.clear()
@@ -111,7 +112,8 @@ class DataflowStage:
         batch: Sequence[torch.Tensor],
         answer: list[torch.Tensor],
     ) -> None:
-        """Run the backward of a micro-batch whose forward has run."""
+        """Run the backward of a micro-batch whose forward has run. ``batch``: the micro-batch on the first stage, else
+        empty. The list ``answer``, the next stage's message or the loss's gradients, is emptied."""
         received = self._answered(answer)
         answer.clear()  # so that each tensor is freed after its last use in the backward
         with torch.no_grad():
@@ -227,7 +229,8 @@ class Drift:
 
 
 def sample(tensor: torch.Tensor) -> list[float]:
-    """Return at most `SAMPLED` evenly spaced elements of a float tensor, without an allocation; else empty."""
+    """Return at most `SAMPLED` elements of a float tensor, evenly spaced along each dimension, without an allocation of
+    tensors; of other types none."""
     if not tensor.is_floating_point():
         return []
     while tensor.numel() > SAMPLED:

@@ -101,8 +101,8 @@ def dataflow_step(
 
 
 def _answered(step: CapturedStep) -> CapturedStep:
-    """Return the step with an inverse for each output, which takes it from the next stage's message, if it is
-    contiguous and fills its storage."""
+    """Return the step with an inverse for each output that is contiguous and fills its storage. The inverse takes that
+    output from the next stage's message."""
     values, inputs, inverses = dict(step.values), [], []
     for o in step.outputs:
         value = step.values[o.value]
@@ -123,7 +123,8 @@ def with_dataflow_boundary(
     step: CapturedStep, graph: TrainingGraph, *, last: bool, loss_bytes: int
 ) -> TrainingGraph:
     """Return the planning problem of a stage in a dataflow pipeline, with ops for its messages. `SEND` sends outputs
-    and writes buffers, `LOSS` separates the halves, `RETURN` sends recomputed inputs and their gradients."""
+    and writes buffers, `LOSS` separates the halves, `RETURN` sends recomputed inputs and their gradients, if there are
+    any. ``loss_bytes``: the workspace of `LOSS` on the last stage."""
     graph = without_random_states(graph)  # each random call has a seed of its own
     early = dict.fromkeys(step.values[o.value].storage for o in step.outputs if o.kind not in KEPT_BACK)
     outputs = step.returned("output")

@@ -19,8 +19,9 @@ CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 def without_regions(module: fx.GraphModule, model: str) -> fx.Graph:
-    """Inline the graph's `torch.no_grad` regions in place, without checks of types, and return it; `ModelError` for a
-    region of another kind. The ops read detached tensors, but buffers as they are, because ops may write them."""
+    """Inline the `torch.no_grad` regions in the graph of ``module`` in place, remove its checks of types, and return
+    it. `ModelError` for a region of another kind. The ops read detached tensors, but buffers as they are, because ops
+    may write them."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=CHECK):
         graph.erase_node(node)

@@ -43,7 +43,8 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _program(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.export.ExportedProgram, Numbers]:
-    """Return a model's exported forward, and the numbers that it assigns to attributes; else `ModelError`."""
+    """Return a model's exported forward, and the numbers that it assigns to attributes; `ModelError` if it cannot be
+    exported."""
     name = type(model).__name__
     try:
         with (
@@ -66,7 +67,7 @@ def _program(
 
 
 def _check_results(graph: fx.Graph, spec: pytree.TreeSpec, model: str) -> None:
-    """Refuse a model whose result is neither a tensor nor a flat tuple or list of different tensors."""
+    """Raise `ModelError` for a model whose result is neither a tensor nor a flat tuple or list of different tensors."""
     results = pytree.tree_leaves(graph.output_node().args[0])
     tensors = [one for one in results if isinstance(one, fx.Node)]
     alone, kind = spec.is_leaf(), getattr(spec.type, "__name__", "")

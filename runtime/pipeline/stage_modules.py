@@ -42,8 +42,8 @@ class StageGraph(fx.GraphModule):
     """The graph of one stage, whose ops are those of the mode at export: training or evaluation cannot be changed."""
 
     def recompile(self) -> Any:
-        """Compile the graph's forward. A capture runs it node by node, because it calls no modules that name the
-        ops."""
+        """Compile the graph's forward and return its code. In a capture that preserves nodes' metadata, the forward
+        runs node by node, so that each op is annotated with its module."""
         code, cls = super().recompile(), type(self)
         compiled, signature = cls.forward, inspect.signature(self.forward)
 
@@ -99,8 +99,8 @@ class StageModule:
 
 
 def cut_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the modules whose ops are contiguous and not the first of the graph, which can be cut before them. They
-    are sorted by their first ops, outer modules first."""
+    """Return the modules before which the graph can be cut: their ops are contiguous, and do not begin with the graph's
+    first. They are sorted by their first ops, outer modules first."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     count: dict[str, int] = {}
@@ -118,7 +118,8 @@ def stage_modules(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[str]
 ) -> tuple[StageModule, ...]:
     """Cut a model before the modules ``cuts`` into a chain of pipeline stages, which share its parameters and buffers.
-    Raises `ModelError` for nested arguments, or if stages would compute something else."""
+    Raises `UsageError` for cuts that are unknown or not in running order, `ModelError` for nested arguments, or if
+    stages would compute something else."""
     for one in (*args, *kwargs.values()):
         leaves = pytree.tree_leaves(one)
         if len(leaves) != 1 or leaves[0] is not one:
@@ -234,8 +235,8 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 
 
 def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
-    """Refuse a model if a stage changes a received tensor in place and another received tensor in that memory is read
-    afterwards. Tensors that share memory in the model are separate in a later stage."""
+    """Raise `ModelError` if a stage changes a received tensor in place and another received tensor in that memory is
+    read afterwards. Tensors that share memory in the model are separate in a later stage."""
     memory = _memory(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node, stage in owners.items():
@@ -257,7 +258,8 @@ def _check_views(graph: fx.Graph, owners: Mapping[fx.Node, int]) -> None:
 def _check_shared(
     owners: Mapping[fx.Node, int], tensors: Mapping[str, torch.Tensor], changed: Set[str]
 ) -> None:
-    """Refuse a model of which several stages use the same parameter, or the same buffer that some op writes."""
+    """Raise `ModelError` if several stages use the same parameter, or the same buffer that some op writes
+    (``changed``)."""
     users: dict[int, dict[int, str]] = {}
     for node, stage in owners.items():
         for read in node.all_input_nodes:
@@ -308,8 +310,8 @@ def _part(
     last: bool,
 ) -> fx.Graph:
     """Return the graph of one stage: the ops from ``incoming`` to ``outgoing`` nodes, with checks of arguments that are
-    no tensors. ``values``: the model's arguments, for the first stage. ``last``: whether results keep their strides,
-    not those of messages."""
+    no tensors. ``values``: on the first stage the model's arguments, else empty. ``last``: whether results keep their
+    dimensions' order in memory, instead of a message's."""
     part = fx.Graph()
     # An argument called like a builtin, such as input, has another name as a node.
     names = {n: str(n.target) if n in values else n.name for n in incoming}
@@ -356,7 +358,8 @@ def _order(node: fx.Node) -> list[int] | None:
 
 
 def _turned(out: fx.Node, node: fx.Node, back: bool = False, message: bool = True) -> fx.Node:
-    """Add a tensor's view as a message to a stage's graph, or undo it (``back``); the tensor itself if the same."""
+    """Return a view of ``out`` with the dimensions in a message's order, or with ``back`` in the node's own; ``out``
+    itself if both are the same. ``message``: whether the gradient passes as a message, too."""
     order = _order(node)
     if order is None:
         return out

@@ -20,8 +20,8 @@ META: Any = type(torch.autograd.Function)
 
 @contextmanager
 def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
-    """Refuse a model with module hooks for backwards, and, after the block that exports it, one that called an
-    autograd function or registered hooks."""
+    """Raise `ModelError` for a model with module hooks for backwards. After the block, which exports the model, also
+    raise it if this thread called an autograd function or registered a tensor's hook."""
     name = type(model).__name__
     for part, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:

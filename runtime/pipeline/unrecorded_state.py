@@ -19,8 +19,9 @@ Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 
 @contextmanager
 def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
-    """Record the numbers that this thread assigns to attributes of modules in the block, and restore the old ones
-    afterwards. Raises `ModelError` after the block if it assigned a buffer of ``model``'s modules."""
+    """Record the new values of attributes of modules, if numbers, that this thread assigns in the block. Afterwards
+    restore the old values, and drop new ones that are equal. Raises `ModelError` after the block if it assigned another
+    tensor to a module's buffer."""
     thread, numbers, buffers, old = get_ident(), Numbers(), list[str](), Numbers()
     assign: Callable[..., None] = nn.Module.__setattr__
 
@@ -52,8 +53,8 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
 
 
 def check_numbers(model: nn.Module, numbers: Numbers, graph: fx.Graph, again: Callable[[], fx.Graph]) -> None:
-    """Refuse a model whose forward has another ``graph`` after it has changed its attributes to ``numbers``; they are
-    restored. ``again``: exports it again."""
+    """Raise `ModelError` if the forward of ``model``, exported by ``again`` with its attributes changed to ``numbers``,
+    has another graph than ``graph``. The attributes are restored."""
     if not numbers:
         return
     old = {(module, name): getattr(module, name) for module, name in numbers}

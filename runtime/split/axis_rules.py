@@ -169,8 +169,9 @@ def rule_of(step: CapturedStep, call: Call) -> DimensionRule | None:
 def states_of(
     step: CapturedStep, call: Call, known: Mapping[str, State], indices: int
 ) -> dict[str, State] | None:
-    """Return the states of a call's operands and results if it is split along an axis, or None if it cannot be. An
-    operand without a state is read whole. ``known``: states of values. ``indices``: the length of the axis."""
+    """Return the states of a call's operands and results if it is split along an axis. None if it cannot be split, or
+    if none of them is known to have the axis. An operand without a state is read whole. ``known``: states of values.
+    ``indices``: the length of the axis."""
     one = Shaped(call, step)
     have = {v: s for v in (*one.operands, *one.results) if isinstance(s := known.get(v), AxisSpan)}
     if not have:

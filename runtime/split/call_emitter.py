@@ -62,8 +62,8 @@ class CallEmitter:
         kwargs: Mapping[str, Any],
         results: tuple[str | None, ...],
     ) -> None:
-        """Append a call with the fields of ``like``, and describe its results; `CannotSplit` if the op fails or they
-        are views otherwise than the whole op's."""
+        """Append a call with the fields of ``like``, and describe its results. `CannotSplit` if the op fails, or if
+        results are views where the whole op's are not, or conversely."""
         view = like.is_view and target is like.target
         single = like.single if target is like.target else len(results) == 1
         call = replace(

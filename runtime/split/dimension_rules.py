@@ -127,8 +127,8 @@ def repeated(one: Shaped) -> DimensionRule:
 
 
 def along(at: int, shape: int | None = None, default: int = 0) -> Rule:
-    """Return the rule of an op that is not split along the dimensions in argument ``at`` (lacking: ``default``; none
-    stated: all). ``shape``: the argument that is the result's shape."""
+    """Return the rule of an op that is not split along the dimensions in argument ``at``: ``default`` if the call has
+    no such argument, all if it is None or empty. ``shape``: the argument that is the result's shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
@@ -153,7 +153,8 @@ def last(count: int, shape: int | None = None) -> Rule:
 
 
 def permuted(order: Callable[[Shaped, int], Sequence[int]]) -> Rule:
-    """The result has the operand's dimensions in another order, of a call and a rank."""
+    """Return the rule of an op whose result has the operand's dimensions in another order. ``order``: from the call and
+    the rank to this order."""
 
     def rule(one: Shaped) -> DimensionRule:
         rank = len(one.shape(one.results[0]))
@@ -177,7 +178,8 @@ def _without_dimension(
     at: int,
     shapes: Mapping[int, str] | None = None,
 ) -> DimensionRule:
-    """Some tensors lack dimension ``at`` of others, along which the op cannot be split."""
+    """Return the rule of an op that cannot be split along dimension ``at`` of the tensors ``larger``, which the tensors
+    ``smaller`` lack. ``rank``: of the larger ones. ``shapes``: as in `DimensionRule`."""
     dim = at % rank
     kept: Labels = tuple(d for d in range(rank) if d != dim)
     labels = {**dict.fromkeys(larger, tuple(range(rank))), **dict.fromkeys(smaller, kept)}
@@ -201,7 +203,7 @@ def joined(at: int, shape: int | None = None) -> Rule:
 
 
 def squeezed(one: Shaped) -> DimensionRule | None:
-    """The result lacks a dimension of size 1."""
+    """The result lacks a dimension of size 1, argument 1, or has the operand's shape. None if it lacks several."""
     x, y = one.operand(0), one.results[0]
     if one.shape(x) == one.shape(y):
         return pointwise(one)
@@ -223,7 +225,7 @@ def gathered(one: Shaped) -> DimensionRule | None:
 
 
 def indexed(one: Shaped) -> DimensionRule | None:
-    """One tensor of indices takes the place of a dimension; None if several do."""
+    """One tensor of indices takes the place of a dimension; None if several do, or if the operand is its own index."""
     x, given = one.operand(0), [at for at, i in enumerate(one.call.args[1]) if i is not None]
     if len(given) != 1:
         return None
@@ -253,7 +255,8 @@ def reduction(without: str, dims_at: int = 1) -> Rule:
 
 
 def _mean(one: Shaped, over: Set[int]) -> Mean | None:
-    """Return how the parts of a call of ``mean`` over some dimensions are computed."""
+    """Return how the parts of a call of ``mean`` over the dimensions ``over`` are computed; None for a call of another
+    op."""
     if getattr(one.call.target, "overloadpacket", None) is not ATEN.mean:
         return None
     shape, keeps = one.shape(one.operand(0)), bool(one.argument(2, False))
@@ -263,8 +266,9 @@ def _mean(one: Shaped, over: Set[int]) -> Mean | None:
 
 
 def product(text: str) -> Rule:
-    """Return the rule of a product as `torch.einsum` writes it. With a bias, the first of three operands, it cannot be
-    split along what it sums."""
+    """Return the rule of a product as `torch.einsum` writes it. A product with a bias, the first of three operands,
+    cannot be split along what it sums; one with a single tensor as two operands, along nothing unless both have equal
+    labels."""
     left, right = text.split("->")
     operands = left.split(",")
     summed = frozenset(left) - frozenset(right) - {","}
@@ -300,7 +304,8 @@ def embedding(one: Shaped) -> DimensionRule:
 
 
 def embedding_backward(one: Shaped) -> DimensionRule | None:
-    """The gradient of the weight is a sum over indices."""
+    """The gradient of the weight is a sum over indices. None if each index is scaled by its frequency in the whole
+    batch."""
     gradient, indices = one.operand(0), one.operand(1)
     if one.argument(4):  # scaled by the frequency of each index in the whole batch
         return None

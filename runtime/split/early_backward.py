@@ -67,12 +67,12 @@ class EarlyBackward:
     before: Mapping[str, Call]
     """By result, the calls between it and the region, such as products with the weights of two terms of the loss."""
     scaled: frozenset[str]
-    """The values that depend on it."""
+    """The values of the region's backward, and of the calls before it, that depend on ``tangent``."""
 
 
 def early_backward(use: StepUse, region: SplitRegion) -> EarlyBackward | None:
     """Return the backward of a region with a loss that can run in the forward half, or None if it cannot. It must be
-    linear in the loss's gradient, read nothing later than that, and not be in float16."""
+    linear in the loss's gradient, read nothing else that is computed after the loss, and not be in float16."""
     step, inside = use.step, set(region.calls)
     late = [c for c in step.calls if c.name in inside and c.backward]
     early = [c for c in step.calls if c.name in inside and not c.backward]

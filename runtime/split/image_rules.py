@@ -26,7 +26,8 @@ def convolution(one: Shaped) -> DimensionRule:
 
 
 def convolution_backward(one: Shaped) -> DimensionRule | None:
-    """As `convolution`; gradients of weights and biases are sums over the parts. None if the gradient is the input."""
+    """As `convolution`; gradients of weights and biases are sums over the parts. None if one tensor is both gradient
+    and input."""
     gradient, x, weight = (one.operand(at) for at in range(3))
     if gradient == x:
         return None

@@ -25,7 +25,8 @@ MEAN, TOTAL = 1, 2
 
 
 def class_loss(one: Shaped) -> DimensionRule:
-    """The mean or sum over rows of negative logarithms of probabilities. All results are computed from the rows'."""
+    """The mean or sum over rows of negative logarithms of probabilities. Both results are computed from those of all
+    rows."""
     scores, targets = one.operand(0), one.operand(1)
     rows = _rows(one, targets)
     labels: dict[str, Labels] = {targets: rows, scores: _with_classes(rows)}
@@ -57,9 +58,9 @@ def _with_classes(rows: Labels) -> Labels:
 
 
 def element_loss(at: int, scores: int = 0, scales: bool = False) -> Rule:
-    """Return the rule of a loss of elements, or of its backward; None if it reduces in 16 bits. ``at``: the position of
-    the reduction. ``scores``: that of the scores, above 0 for a backward. ``scales``: whether the backward of a mean is
-    that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
+    """Return the rule of a loss of elements, or of its backward; for a reduction in 16 bits that rule returns None.
+    ``at``: the argument with the reduction. ``scores``: the argument with the scores, above 0 for a backward.
+    ``scales``: whether the backward of a mean is that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
 
     def rule(one: Shaped) -> DimensionRule | None:
         how, x = one.argument(at, MEAN), one.operand(scores)

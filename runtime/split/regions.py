@@ -225,7 +225,8 @@ class _Growth:
         )
 
     def _grow(self, values: Iterable[str]) -> None:
-        """Follow large tensors from each value to the calls that make and read it, up to `MOST_CALLS` calls."""
+        """Follow large tensors from each value to the calls that make and read it, and add those that fit; stop above
+        `MOST_CALLS` calls."""
         waiting = deque(values)
         while waiting:
             value = waiting.popleft()

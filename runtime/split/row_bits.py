@@ -33,9 +33,9 @@ _ALIGNED = 64
 def changed_rows(
     step: CapturedStep, split: CapturedStep, parts: Mapping[SplitRegion, int], cache: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the calls whose rows change, tested here unless cached; of those that cannot be run, too.
-    ``split``: the step in which the regions run in so many ``parts``, as `split_regions` makes it. ``cache``: the
-    folder, by default the user's."""
+    """Return the names of the calls whose rows have other bits in parts, tested here unless cached, and of those that
+    cannot be run. ``split``: the step in which the regions run in so many ``parts``, as `split_regions` makes it.
+    ``cache``: the folder, by default the user's."""
     file = profile_file(step.device, cache)
     known, texts = load_kept_bits(file), dict[str, str]()
     tests = _Tests(step, split)
@@ -70,7 +70,8 @@ class _Tests:
         return f"rows of {whole} in {' and '.join(found)}" if None not in parts and count > 1 else None
 
     def keeps_bits(self, name: str, region: SplitRegion, bounds: tuple[int, ...]) -> bool:
-        """Return whether all parts of a call have the bits of the same rows of the whole call."""
+        """Return whether all parts of a call have the bits of the same rows of the whole call; true if its results are
+        sums alone."""
         call = self.step.call[name]
         states = states_of(self.step, call, region.states, region.indices) or {}
         spans = {v: s for v, s in states.items() if isinstance(s, AxisSpan)}

@@ -37,7 +37,7 @@ NO_CLASS = -100
 
 def bounds_of(region: SplitRegion, parts: int) -> tuple[int, ...]:
     """Return the first index of each part, and the number of indices last. Short axes have fewer parts; starts are
-    multiples of `ROWS` if possible."""
+    multiples of `ROWS` if there are as many indices for each part."""
     # Part k begins at n · k / parts, rounded to the nearest multiple of ``grain``: ⌊(x + grain/2) / grain⌋ · grain with
     # numerator and denominator times 2 · parts. 100 indices in 3 parts begin at 0, 32 (of 33.3) and 64 (of 66.7).
     n = region.indices
@@ -170,7 +170,8 @@ class _Splitter(SumEmitter):
                 self._divisor(call)
 
     def _of_one(self, value: str, region: SplitRegion) -> str:
-        """Return what a value from before a region's backward is if the loss's gradient is 1, after emitting it."""
+        """Return what a value from before a region's backward is if the loss's gradient is 1, after emitting it. A
+        value that does not depend on that gradient is returned itself."""
         if (region, value) not in self.of_one:
             if (call := self.early[region].before.get(value)) is None:
                 self._need(value)
@@ -331,8 +332,8 @@ class _Splitter(SumEmitter):
     # Whole results
 
     def _gather(self, call: Call, value: str) -> None:
-        """Emit what makes a whole result of a call from its parts. That of an early backward is for a gradient of 1,
-        and is multiplied by the loss's."""
+        """Emit what makes a whole result of a call from its parts. A result of an early backward, computed for a
+        gradient of 1, is multiplied by the loss's gradient."""
         region = self.region = self.region_of[call.name]
         early = self.early.get(region)
         if early is None or value not in early.scaled:

@@ -22,9 +22,9 @@ def samples_of(step: CapturedStep) -> int:
 
 
 def terms_of(step: CapturedStep, options: Kronecker) -> int:
-    """Return how many samples, tokens or pixels the loss averages or sums over: ``options.terms``, or a number from the
-    shape of the output. Raises `ModelError` if the output does not exist, or has several elements but no dimension of
-    classes."""
+    """Return how many samples, tokens or pixels the loss averages or sums over: ``options.terms`` if given, the batch's
+    size if the output has one element, else the output's elements per class. Raises `ModelError` if the output does not
+    exist, or has several elements but no dimension of classes."""
     if options.terms is not None:
         return options.terms
     fake = step.values[_output(step, options, needed=False)].fake
@@ -35,8 +35,9 @@ def terms_of(step: CapturedStep, options: Kronecker) -> int:
 
 
 def further_backwards(step: CapturedStep, options: Kronecker, draws: Draws) -> list[SecondBackward]:
-    """Return the backwards in addition to that of the user's loss: one for ``mc``, one a class for ``type-2``, none for
-    ``empirical``. Raises `ModelError` if the output of ``options`` cannot begin such a backward."""
+    """Return the backwards in addition to that of the user's loss: one for ``mc``, one for each class for ``type-2``,
+    none for ``empirical``. Raises `ModelError` if the output of ``options`` cannot begin such a backward, or if
+    ``type-2`` would need more than `MOST_COLUMNS`."""
     if options.fisher == "empirical":
         return []
     output, target = _output(step, options, needed=True), str(options.output)

@@ -80,8 +80,8 @@ class Gram:
         return None
 
     def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Gram | None:
-        """Return the op for a part of ``count`` of the ``indices`` rows that a tensor has along an axis; None if the
-        whole sum is not that of all parts. ``shape``: of the whole tensor. ``span``: where it has the axis."""
+        """Return the op for a part of a tensor: ``count`` of its ``indices`` entries along an axis. None if the whole
+        sum is not that of all parts. ``shape``: of the whole tensor. ``span``: where it has the axis."""
         if self.share < 1:
             return None
         if isinstance(self.read, Patches):
@@ -97,8 +97,8 @@ class Gram:
         return replace(self, read=replace(self.read, shape=found.of_part(self.read.shape, count)))
 
     def __call__(self, *given: Tensor) -> Tensor:
-        """Return the packed sum over the rows of the last tensor. If another one is before it, add to that in place
-        and return it."""
+        """Return the packed sum over the rows of the last tensor. If two are given, add that sum to the first in place,
+        and return the first."""
         tensor, previous = given[-1], given[0] if len(given) > 1 else None
         dtype = sum_type(tensor.dtype)
         out = tensor.new_empty(self.shape, dtype=dtype) if previous is None else previous

@@ -148,8 +148,8 @@ class _Pass:
         self.values = {name: value for name, value in self.values.items() if name in made}
 
     def _layer(self, weight: Weight, backwards: list[SecondBackward], terms: int) -> Layer:
-        """Add the sums of a weight to the step, and return them as a `Layer`; `_NotTaken` if its uses need different
-        matrices or no gradient reaches it."""
+        """Add the sums of a weight to the step, and return them as a `Layer`. `_NotTaken` if its uses need different
+        matrices, no gradient reaches it, or its rows cannot be divided into samples as ``approx="reduce"`` needs."""
         for block in weight.blocks:
             grams = [self._grams(use, weight.bias is not None) for use in block.uses]
             if len({(a.shape, g.shape) for a, g in grams}) > 1:
@@ -167,7 +167,7 @@ class _Pass:
         self, weight: Weight, block: Block, at: int, backwards: list[SecondBackward], terms: int
     ) -> Sums:
         """Add the sums of a weight's block over all its uses, of inputs and of gradients, to the step, and return their
-        names and sizes."""
+        names and sizes. ``at``: the block's position in the weight. ``terms``: the number of the loss's terms."""
         a_value: str | None = None
         g_value: str | None = None
         a_key: list[object] = []
@@ -201,8 +201,9 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """Return the op that sums the inputs of one use of a weight, and the op that sums the gradients of its outputs.
-        Raises `_NotTaken` if samples are to be rows and the rows cannot be divided into samples."""
+        """Return two ops for one use of a weight: one sums its inputs, with a one appended to each if ``ones``, the
+        other the gradients of its outputs. Raises `_NotTaken` if samples are to be rows and the rows cannot be divided
+        into samples."""
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
         product = use.product

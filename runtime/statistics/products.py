@@ -85,8 +85,8 @@ def _matrix_rows(
     split: BatchSplit, rows: int, features: int, rows_first: bool, samples: int, inside: bool
 ) -> Rows:
     """Return how to read rows from an operand of shape (*split, rows, features), or (*split, features, rows) if
-    ``rows_first`` is false. ``samples``: their number, 0 if each row is one. ``inside``: whether they vary faster than
-    the positions."""
+    ``rows_first`` is false. ``samples``: the number of samples, 0 if each row is one. ``inside``: whether samples vary
+    faster than their positions."""
     at = len(split.sizes)
     summed = tuple(dim for dim in range(at) if dim not in split.groups)
     lead = split.sizes[summed[0]] if summed else rows
@@ -109,7 +109,8 @@ def _matrix_rows(
 
 
 def _convolution(call: Call, step: CapturedStep) -> Product | None:
-    """Return the product for the gradient of a convolution's weight; None if the call does not compute it."""
+    """Return the product for the weight's gradient in a `convolution_backward`; None if the call's output mask leaves
+    that gradient out."""
     gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = call.args
     if not mask[1]:
         return None

@@ -154,8 +154,9 @@ class Recorder:
         self._shards = shards or self._shards
 
     def forward(self, parameters: Collection[Tensor], accumulating: bool) -> bool:
-        """Begin a forward and return whether it computes statistics. If the training step has ended, begin the next and
-        drop the sums. ``accumulating``: whether gradients of earlier micro-batches exist."""
+        """Begin a forward with the module's ``parameters`` and return whether it computes statistics. If the training
+        step has ended, or a backward has run and no gradients are left, begin the next step and drop the sums.
+        ``accumulating``: whether gradients of earlier micro-batches exist."""
         shards = [shard for ref in self._shards if (shard := ref()) is not None]
         accumulating = accumulating or any(shard.grad is not None for shard in shards)
         if self._ended or (self._backwards and not accumulating):
@@ -180,7 +181,7 @@ class Recorder:
     def sink(self, of: StatisticsStep | None) -> Sink:
         """Return a function that takes the statistics of a backward's segment, by name, and whether the segment is the
         last. It reports complete factors to the listener, and adds all after the last segment; neither if another
-        training step has begun."""
+        training step has begun. ``of``: None for a backward without statistics, which is only counted."""
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def receive(found: Mapping[str, Tensor | None], last: bool) -> None:

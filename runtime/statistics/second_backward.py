@@ -58,8 +58,9 @@ class SecondBackward:
                 self._repeat(call, late)
 
     def _repeat(self, call: Call, late: list[str]) -> None:
-        """Add the second backward's counterpart of a call. ``late``: its operands that depend on gradients; those
-        without a counterpart are zero."""
+        """Add the second backward's counterpart of a call, unless ``late``, its operands that depend on gradients, are
+        all zero there. A sum of which one operand is zero is the other operand. `ModelError` if the call draws random
+        numbers."""
         left = [v for v in late if self.made[v] is not None]
         if not left:
             self.made.update((r, None) for r in call.made)

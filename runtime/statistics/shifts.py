@@ -71,8 +71,9 @@ class Shifts:
         return found
 
     def _terms(self, k: tuple[int, ...], to: tuple[int, ...]) -> Iterator[tuple[Term, int]]:
-        """Yield the products, each with its sign, whose sum is the entry of Σ r rᵀ for the kernel positions ``k`` and
-        ``to``. Borders are subtracted by inclusion and exclusion."""
+        """Yield the products, each with its sign, that sum to the entry of Σ r rᵀ for kernel positions ``k`` and
+        ``to``. Borders are subtracted by inclusion and exclusion. There are none if one position is always in the
+        padding."""
         read = self.read
         shift = tuple(d * (b - a) for a, b, d in zip(k, to, read.dilation, strict=True))
         choices: list[list[tuple[Interval, int]]] = []
@@ -177,8 +178,9 @@ def _add_rows(out: Tensor, rows: Tensor, position: int, count: int, scale: float
 
 @functools.lru_cache(maxsize=1024)
 def shifts_of(read: Patches, itemsize: int, most_bytes: int) -> Shifts | None:
-    """Return how to sum a convolution's windows by shifted copies of its input, or None if that is impossible or not
-    estimated clearly faster. ``most_bytes``: what the results of all products may have."""
+    """Return how to sum a convolution's windows by shifted copies of its input. None if that is impossible, or not
+    estimated `LEAST_GAIN` times as fast, or if the products' results have more than ``most_bytes``. ``itemsize``: bytes
+    of a number in them."""
     channels, count = read.channels // read.groups, math.prod(read.kernel)
     if count == 1 or channels < LEAST_CHANNELS or max(*read.stride, *read.spread) > 1:
         return None

@@ -58,8 +58,8 @@ def summands(
     step: CapturedStep, value: str, terminal: Callable[[Call, int], Found | None]
 ) -> list[Summand[Found]]:
     """Return the summands of a gradient in the order of their calls, found backwards through additions, copies, views,
-    sums and `REGIONS`. ``terminal`` returns what describes a call's result as a summand, or None to follow it further.
-    Raises `NoRow`."""
+    sums and `REGIONS`. ``terminal`` returns what describes a call's result (by position) as a summand, or None to
+    follow it further. Raises `NoRow` if the gradient is computed in another way."""
     at = {call.name: position for position, call in enumerate(step.calls)}
     found: list[tuple[int, Summand[Found]]] = []
     open_: list[tuple[str, Chain, RowRange | None]] = [(value, (), None)]

@@ -61,7 +61,8 @@ class _Outcomes(ShapeEnv):
 
 
 class BatchSymbols:
-    """Symbols for a batch's sizes, one for each dimension even if equal, and for numbers of selected elements."""
+    """Symbols for the sizes of a batch, a separate one for each varying dimension, and for numbers of selected
+    elements."""
 
     def __init__(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()

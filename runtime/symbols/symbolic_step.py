@@ -134,8 +134,8 @@ class OpenStep:
     def _plain(
         self, sizes: Sequence[int], held: Mapping[int, int], offsets: Mapping[int, int]
     ) -> CapturedStep:
-        """Return the captured step at the values ``sizes`` of the expressions. By memory: ``held``, least bytes;
-        ``offsets``, in elements."""
+        """Return the captured step at the values ``sizes`` of the expressions. ``held``: by memory, its least bytes.
+        ``offsets``: by memory, where its tensors begin, in elements."""
         nbytes = [sizes[m.at] if isinstance(m, OpenSize) else m for m in self.memories]
         for memory, found in held.items():
             nbytes[memory] = max(nbytes[memory], found)
