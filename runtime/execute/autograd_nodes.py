@@ -16,7 +16,7 @@ from rematplan.runtime.graph.compat import DelayedError, keeps_graph
 
 def as_nodes(call: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run the forward half of a call, and return the module's outputs as nodes of the autograd graph. ``call``: a
-    `PlanCall`. ``inputs``: the step's."""
+    `PlanCall`. ``inputs``: the step's, without tangents, in order."""
     plan = call.plan
     link = torch.empty(0, device=plan.like.device)
     for k in range(len(plan.wanting) - 1, 0, -1):

@@ -12,7 +12,7 @@ KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class BackwardAutocast:
-    """Refuses to run a step's backward in autocast if it would give other numbers than outside of it."""
+    """Refuses to run a step's backward inside of autocast if autocast would change the type of a result."""
 
     def __init__(self, step: CapturedStep) -> None:
         self.step = step
@@ -20,7 +20,8 @@ class BackwardAutocast:
         """By autocast's type, the first op of the backward whose results would have another type."""
 
     def check(self) -> None:
-        """Raise `ModelError` if autocast is enabled and would change an op of the backward."""
+        """Raise `ModelError` if autocast is enabled for the step's device (CPU or CUDA) and would change the result
+        type of an op after the loss boundary."""
         device = self.step.device.type
         if not torch.is_autocast_enabled(device) or device not in KEYS:
             return
@@ -36,7 +37,8 @@ class BackwardAutocast:
             )
 
     def _changes(self, call: Call) -> bool:
-        """Return whether autocast gives a call's results other types."""
+        """Return whether the present autocast state gives a call's results other types than at capture. False for
+        views, in-place calls and targets that are no `OpOverload`."""
         if not isinstance(call.target, OpOverload) or call.is_view or call.in_place:
             return False
         if not call.target.has_kernel_for_dispatch_key(KEYS[self.step.device.type]):

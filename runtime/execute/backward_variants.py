@@ -36,7 +36,8 @@ not retain the graph."""
 
 
 class BackwardVariants:
-    """The backward half of a plan, compiled for several conditions under which a backward runs."""
+    """The backward half of a plan, compiled for several conditions under which a backward runs. ``backward``: its
+    segments for `AS_CAPTURED`. ``spare``: as in `CompiledPlan`."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class BackwardVariants:
         return other
 
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
-        """Return the variant of a backward whose outputs have the gradients ``tangents``. ``kept``: as in
-        `BackwardVariant`."""
+        """Return the variant of a backward that gets the gradients ``tangents``, in the order of the step's tangent
+        inputs, None where missing. ``kept``: as in `BackwardVariant`."""
         missing = frozenset(v for v, given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()
@@ -80,8 +81,8 @@ class BackwardVariants:
         return BackwardVariant(missing, kept, None if strides == self.strides else strides)
 
     def segments(self, variant: BackwardVariant, notes: Notes) -> tuple[Backward, ...]:
-        """Return the backward half's segments, compiled for ``variant``. They are cached, unless they still record
-        strides in ``notes``."""
+        """Return the backward half's segments, compiled for ``variant`` and cached. Not cached are segments that record
+        strides in ``notes``, from which `learn` compiles others."""
         if variant in self.compiled:
             return self.compiled[variant]
         as_captured = not (
@@ -101,14 +102,14 @@ class BackwardVariants:
         return halves.backward
 
     def _noted(self, variant: BackwardVariant) -> bool:
-        """Return whether the first backward under these conditions records the strides of its values, with which
-        later ones write in place."""
+        """Return whether the first backward of a variant records layouts for `learn`: if strides differ, all tangents
+        arrive and the graph is not retained."""
         otherwise = self.misplaced or variant.strides is not None
         return otherwise and not (variant.kept or variant.missing)
 
     def misplace(self) -> None:
-        """Note that values have other strides than in the step although the tangents do not. The next backward
-        records them."""
+        """Record that values have other strides than in the step although the tangents do not, and forget the variants
+        that were compiled for the step's strides."""
         self.misplaced = True
         self.compiled = {one: segments for one, segments in self.compiled.items() if one.strides is not None}
 

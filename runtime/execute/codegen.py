@@ -77,9 +77,9 @@ class Writer(Emitter):
         return self.function(f"step({names})")
 
     def write_halves(self, segments: Sequence[Segment]) -> str:
-        """Return the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``, ``backward_1(held)`` … of the
-        schedule as source. Each returns a tuple of results and a list of the values that later functions need: ``held``
-        of the next, which empties it."""
+        """Return as source the functions ``forward(*inputs)``, ``backward_0(held, *tangents)``, ``backward_1(held)`` …,
+        one a segment. Each returns a tuple of its results and the list ``held`` for the next function, which empties
+        that list."""
         step = self.step
         names = self.take([i.value for i in step.inputs if i.kind != "tangent"])
         self.steps(0, segments[0].start)
@@ -101,8 +101,8 @@ class Writer(Emitter):
         return "\n\n".join(functions)
 
     def _last_reads_of_tangents(self) -> dict[int, list[str]]:
-        """Return, by position, the storages of tangents that no later op execution reads, except those of outputs of
-        the step."""
+        """Return, by position of an op execution, the tangents' storages that it reads as the last one. Storages that
+        the step returns are left out."""
         # The variables are deleted there even if the schedule frees the storage later or not at all: with
         # other strides than at capture, views may be copies.
         tangents = self.step.given("tangent") - self.step.returned()
@@ -116,8 +116,8 @@ class Writer(Emitter):
         return {at: [storage for storage, end in ends.items() if end == at] for at in ends.values()}
 
     def _keep_old_buffers(self, boundary: int) -> None:
-        """Write copies of the changed buffers that the backward half, from ``boundary`` on, reads: the caller
-        overwrites them after the forward. Nothing is written if the forward gets copies of them (`Rerun`)."""
+        """Write lines that clone the changed buffers that the backward half, from ``boundary`` on, reads: the caller
+        overwrites the originals after the forward. None are written if the forward gets copies already (`Rerun`)."""
         if self.step.left_out:
             return
         late = read_from(self.step, self.schedule, boundary) & self.step.renewed
@@ -140,8 +140,8 @@ class Writer(Emitter):
     def _handing_over(
         self, head: str, values: Sequence[str], gone: Iterable[str], zero: frozenset[str] = frozenset()
     ) -> str:
-        """Return the lines so far as a function that returns a tuple of ``values`` (None for those in ``zero``) and a
-        list of the other variables, without ``gone``."""
+        """Return the lines so far as a function that returns a tuple of ``values`` (None if in ``zero``) and a list of
+        the live variables without ``gone``. ``head``: the function's name and parameters."""
         given = self.tuple_of("None" if v in zero else self.use(v) for v in values)
         for value in gone:
             self.left.add(self.step.values[value].storage)
@@ -154,7 +154,7 @@ class Writer(Emitter):
 
     def steps(self, start: int, end: int) -> None:
         """Write the positions ``start`` to ``end`` (exclusive) of the schedule, without op executions that missing
-        gradients make superfluous."""
+        gradients make superfluous. Raises `ProblemError` if a tensor is freed or read that is not resident."""
         for at in range(start, end):
             one = self.schedule[at]
             for storage in self.ends.get(at - 1, ()):
@@ -193,7 +193,8 @@ class Writer(Emitter):
         return f"({''.join(name + ', ' for name in names).rstrip()})"
 
     def run(self, run: Run, at: int) -> None:
-        """Write one execution of an op, after freeing what an earlier one made."""
+        """Write one execution of an op, at position ``at``, after deleting what an earlier execution made. A sum with a
+        missing gradient is its other summand."""
         call = self.call_of(run, at)
         over = None if self.unused.zero else self.overwriting.get(at)  # with zeros, a sum may be one summand
         for storage in self.step.writes(call):
@@ -220,7 +221,8 @@ class Writer(Emitter):
             self.dead.append(value)
 
     def _overwriting(self, over: Call | None, call: Call) -> str:
-        """Return the source of ``call``, or of ``over``, which overwrites an operand, if values are as planned."""
+        """Return the source of ``call`` or, if given, of ``over``, its variant that overwrites an operand. With
+        `noting`, this source decides when it runs: ``over`` if all values so far are as planned."""
         if over is None:
             return self._expression(call)
         expression = self._expression(over)

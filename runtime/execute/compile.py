@@ -81,9 +81,10 @@ def compile_halves(
     note: Note | LayoutCheck | None = None,
     for_any_sizes: bool = False,
 ) -> Halves:
-    """Compile a schedule into a forward and a backward half, on two ``lanes`` unless tangents are ``missing``. Raises
-    `ProblemError` if an output or new buffer is not ready at the loss boundary, or the order of random ops and
-    collectives is not the step's. ``spare``: as in `CompiledPlan`; other arguments: as in `Writer`."""
+    """Compile a schedule into a forward and a backward half. If ``lanes`` are given and no tangents (value names) are
+    ``missing``, it runs on two lanes, without ``note`` and ``for_any_sizes``. Raises `ProblemError` if the schedule or
+    the lanes do not fit the step, such as an output that is not ready at the loss boundary. ``spare``: as in
+    `CompiledPlan`; other arguments: as in `Writer`."""
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes
@@ -123,8 +124,8 @@ def _defined(step: CapturedStep, source: str, scope: Mapping[str, Any]) -> dict[
 
 
 def _check_order(step: CapturedStep, schedule: Schedule) -> None:
-    """Raise `ProblemError` unless a schedule first draws and communicates in the step's order, and runs no
-    collective again."""
+    """Raise `ProblemError` if the first runs of random ops and collectives are in another order than in the step, or if
+    a collective runs twice."""
     ordered = [c.name for c in step.calls if c.ordered]
     wanted = set(ordered)
     runs = [name for name in runs_of(schedule) if name in wanted]

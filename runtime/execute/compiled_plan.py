@@ -32,8 +32,8 @@ Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 
 class CompiledPlan:
     """A plan that takes part in autograd: calling it runs the forward half, and the outputs' backward the backward
-    half. Compiled for any sizes, only plans from `at` can be called. Raises `ProblemError` if the schedule or the lanes
-    do not fit the step."""
+    half. If it is compiled for any sizes, only a plan that `at` returns can be called. Raises `ProblemError` if the
+    schedule or the lanes do not fit the step."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class CompiledPlan:
         return other
 
     def end_first_backward(self, variant: BackwardVariant, run: FirstRun) -> None:
-        """Record that the first backward of a variant has run. If its values were not as planned, compile the next
-        ones for any strides."""
+        """Record that the first backward of a variant has run. If its values were not as planned, later backwards are
+        compiled for any strides."""
         self.first_runs.end_backward(variant, run)
         if self.first_runs.failed:
             self.variants.misplace()
@@ -114,7 +114,8 @@ class CompiledPlan:
         retained: Callable[[int], None] = lambda held: None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the forward half, copy new content into the buffers, and return the module's outputs as nodes of the
-        autograd graph. ``named``: parameters and buffers; ``with_tangents`` and later arguments: as in `PlanCall`."""
+        autograd graph. ``named``: parameters and buffers; ``batch``: the module's tensor arguments; ``with_tangents``
+        and later arguments: as in `PlanCall`."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         waiting = [] if deferred is None else deferred
@@ -182,7 +183,8 @@ class PlanCall:
     """The gradients of the inputs, by position, if the forward was run again by another plan; else None."""
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half, copy new content into the buffers, and return the module's outputs."""
+        """Run the forward half, copy new content into the buffers, and return the module's outputs. If the step leaves
+        out gradients of outputs, save inputs and random states first, so that the forward can run again."""
         plan, named = self.plan, self.named
         if plan.like.left_out:
             self.rerun = Rerun.before_forward(plan.like, self.inputs)
@@ -196,8 +198,9 @@ class PlanCall:
         return tuple(t.detach() if t._is_view() else t for t in (early[at] for at in plan.outputs))
 
     def _forward_half(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward half without changing the buffers, and store what the backward needs. Return outputs and
-        the buffers' new content."""
+        """Run the forward half without changing the buffers, and store what the backward needs. Return outputs and the
+        buffers' new content. Raises `OtherResults`, with random states restored, if a first run's values are not as
+        planned."""
         plan, inputs = self.plan, self.inputs
         given = [t.detach() for t in inputs]  # an input itself would keep its gradient until its last read
         late = [given[at] for at in plan.halves.read_late]
@@ -220,8 +223,10 @@ class PlanCall:
         return early
 
     def begin(self, gradients: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor | None] | None:
-        """Prepare a backward and return the gradients for its first segment, or None if no gradient arrived. If an
-        output's gradient arrived that this plan does not expect, another plan runs forward and backward now."""
+        """Prepare a backward and return the gradients for its first segment; None if no gradient arrived. If the
+        gradient of an output in `CapturedStep.left_out` arrived, another plan runs forward and backward now, and the
+        list is empty. ``gradients``: of all outputs. ``kept``: whether the graph is retained. Raises RuntimeError if
+        the backward cannot start."""
         arrived = frozenset(at for at in self.plan.like.left_out if gradients[int(at)] is not None)
         tangents = [gradients[at] for at, _ in self.plan.tangents]
         if not arrived and all(given is None for given in tangents):
@@ -250,8 +255,8 @@ class PlanCall:
         return tangents
 
     def _check(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        """Raise RuntimeError unless a backward can start: tensors freed, outputs changed, weight gradients due, or
-        batched gradients."""
+        """Raise RuntimeError if tensors were freed, a saved output was changed in place, weight gradients of an earlier
+        backward are due, or a gradient is batched."""
         name = self.plan.like.name
         if self.start is None:
             raise RuntimeError(
@@ -273,7 +278,8 @@ class PlanCall:
 
     def _run_again(self, gradients: Sequence[torch.Tensor | None], arrived: frozenset[str]) -> None:
         """Run the forward again, then the whole backward, by a plan that also takes the gradients of the outputs
-        ``arrived``. The inputs' gradients are stored for `backward`. ``gradients``: those of all outputs."""
+        ``arrived``, and store the inputs' gradients for `backward`. ``gradients``: those of all outputs. Raises
+        RuntimeError if an input was changed in place since the forward."""
         assert self.rerun is not None
         assert self.with_tangents is not None
         self.rerun.check(self.plan.like.name)
@@ -289,9 +295,10 @@ class PlanCall:
             tangents = []
 
     def backward(self, k: int, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run segment ``k`` of the backward half and return its gradients, ordered as ``CompiledPlan.wanting[k]``; pass
-        statistics to the callback. Raises RuntimeError if an input that is read from here on was changed in place since
-        the forward, and ModelError if autocast would change the backward."""
+        """Run segment ``k`` of the backward half, pass statistics to the callback, and return its gradients, ordered as
+        ``CompiledPlan.wanting[k]``. Only segment 0 takes ``tangents``. If another plan has run the backward, only
+        return the stored gradients. Raises RuntimeError if an input that is read from here on was changed in place
+        since the forward, and ModelError if autocast would change the backward."""
         self.plan.autocast.check()
         if self.gradients is not None:
             # Another plan has computed them: see `_run_again`.
@@ -340,8 +347,8 @@ def finish_backward(call: PlanCall) -> None:
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a gradient to ``parameter.grad`` in place, or set it without a copy, and run the parameter's hooks as
-    autograd does. Nothing happens if the gradient is None or the parameter is frozen."""
+    """Add a gradient to ``parameter.grad`` in place, or set the gradient itself if that is None, and run the
+    parameter's hooks as autograd does. Nothing happens if the gradient is None or the parameter is frozen."""
     if gradient is None or not parameter.requires_grad:
         return
     with torch.no_grad():

@@ -54,8 +54,8 @@ class Emitter(ABC):
         return call
 
     def make(self, value: str) -> None:
-        """Make a value alive, unless it is: fetch it, or emit the views that lead to it. `ProblemError` if its
-        storage is not resident."""
+        """Make a value alive if it is not: fetch it, or emit the view calls that compute it. Raises `ProblemError` if a
+        storage that it needs is not resident."""
         # A loop instead of recursion: chains of views may be longer than Python's stack.
         stack = [value]
         while stack:

@@ -43,9 +43,9 @@ class OtherNumbers(OtherResults):
 
 
 class FirstRun:
-    """The halves of a plan, compiled so that they compare the strides of all values with those of the captured step.
-    ``missing``: tangents that are None. ``kept``: whether the graph is retained, so that nothing may be overwritten.
-    ``unused``: by position, the bytes of the budget with which fused kernels may be checked."""
+    """The halves of a plan, compiled so that they compare the strides of values with the captured step's and, where
+    ``unused`` bytes suffice, check fused kernels. ``missing``, ``kept``: as in `BackwardVariant`; ``spare``,
+    ``unused``: as in `CompiledPlan`."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class FirstRun:
 
     @property
     def error(self) -> OtherResults | None:
-        """What the run found; None if all values are as planned."""
+        """What the run found: `OtherLayouts` if strides differ, else `OtherNumbers` if a fused kernel's numbers do;
+        None if all values are as planned."""
         others = self.check.others
         if not others:
             return self._wrong_numbers()
@@ -104,7 +105,7 @@ class FirstRuns:
         self.passed: set[BackwardVariant] = set()
         """The conditions under which a backward was compared. A comparison under `AS_CAPTURED` is one for all."""
         self.failed: OtherResults | None = None
-        """What the first backward found whose values were not all as planned."""
+        """What the earliest backward found whose values were not all as planned; None if there was none."""
         self._runs: dict[BackwardVariant, FirstRun] = {}
 
     def pass_all(self) -> None:
@@ -128,8 +129,8 @@ class FirstRuns:
         self.forward_passed = True
 
     def backward(self, variant: BackwardVariant, like: CapturedStep) -> FirstRun | None:
-        """Return what runs the next backward of a variant; None if it is not compared. ``like``: a step of the
-        same calls."""
+        """Return what runs and compares the next backward of a variant. None if a comparison covered the variant or
+        failed, or if strides differ because of the tangents that arrive. ``like``: a step of the same calls."""
         # After a failure all backwards are compiled for any strides.
         compared = self.failed or not self.passed.isdisjoint((variant, AS_CAPTURED))
         if compared or variant.strides is not None or changes_strides(like, variant.missing):

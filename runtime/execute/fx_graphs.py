@@ -34,8 +34,8 @@ class PlanGraphs:
 
 
 def plan_graphs(step: CapturedStep, schedule: Schedule) -> PlanGraphs:
-    """Return a schedule as two fx graphs. The forward graph writes the buffers' new content; the backward graph gets
-    copies of the old."""
+    """Return a schedule as two fx graphs. The forward graph writes the buffers' new content in place; the backward
+    graph gets copies of the buffers from before. Raises `ProblemError` if the schedule does not fit the step."""
     buffers = {i.target: i.value for i in step.inputs if i.kind == "buffer"}
     split = split_at_loss(step, schedule)
     schedule, boundary = split.schedule, split.boundary
@@ -132,7 +132,7 @@ class _GraphEmitter(Emitter):
 
     def fetch(self, value: str) -> bool:
         """Add a node for a constant, or for a value of the graph ``before`` that is no view and was not freed or made
-        again since. Return whether it is one of these."""
+        again since. Return whether the value is one of these."""
         if value in self.step.constants:
             setattr(self.root, value, self.step.constants[value])
             node = self.graph.create_node("get_attr", value)
@@ -177,8 +177,8 @@ class _GraphEmitter(Emitter):
                 self._set(result, node if call.single else self._item(node, at, fakes[at]))
 
     def _call(self, call: Call, args: Any, kwargs: dict[str, Any], val: Any) -> fx.Node:
-        """Add a call and return its node. A random op that runs again draws the same numbers, from the state that
-        its first execution returns."""
+        """Add a call and return the node of its result. A random op that runs again draws the same numbers, from the
+        state that its first execution saves. ``val``: the fake result."""
         state = f"rng_{call.name}"
         if call.name not in self.rerun:
             return self._node(call.target, args, kwargs, val)

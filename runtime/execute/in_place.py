@@ -101,14 +101,15 @@ may overwrite none are left out."""
 
 
 def overwriting_calls(step: CapturedStep, schedule: Schedule) -> dict[int, Call]:
-    """Return, by position, in-place calls with the same bits in an operand that the schedule frees right after."""
+    """Return, by position in the schedule, the in-place variant of each call that may overwrite, with the same bits, an
+    operand that the schedule frees directly afterwards."""
     found = _overwritten(overwritable_operands(step), schedule)
     return {at: _overwriting(step.call[run], value.name) for at, (run, value) in found.items()}
 
 
 def overwritable_operands(step: CapturedStep) -> Operands:
-    """Return the operands that each call may overwrite: no inputs or outputs of the step, and nothing that may share
-    memory."""
+    """Return the operands that each call may overwrite: no inputs or outputs of the step, and no tensors whose memory
+    another tensor may share."""
     ends = [*(i.value for i in step.inputs), *(o.value for o in step.outputs)]
     kept = {step.values[value].storage for value in ends}
     kept |= {s for c in step.priced_calls if not _fresh(c) for s in step.writes(c)}
@@ -151,7 +152,8 @@ def _reuses(operands: Operands, schedule: Schedule) -> Iterator[tuple[int, int, 
 
 
 def operands_to_overwrite(step: CapturedStep) -> tuple[tuple[str, ...], ...]:
-    """Return, for each pointwise call, its name and the operands that an in-place call may overwrite if they die."""
+    """Return, for each call with an in-place variant, its name and the operands that the variant may overwrite if
+    nothing reads them again. Inputs and outputs of the step are not excluded."""
     return tuple(
         (call.name, *(value.name for value in _overwritable(step, call)))
         for call in step.calls
@@ -233,8 +235,8 @@ def _overwriting(call: Call, value: str) -> Call:
 
 
 def _sibling(target: Any) -> tuple[Any, str | None] | None:
-    """Return an op's variant that overwrites an operand, and that operand's keyword (None: the first argument); None
-    without a variant."""
+    """Return an op's variant that overwrites an operand, with the keyword of that operand or, if it is the first
+    argument, None. Return None if the op has no variant."""
     if target in IN_PLACE or target in SCATTERS:
         return IN_PLACE.get(target) or SCATTERS[target], None
     packet, overload = target._overloadpacket, target._overloadname

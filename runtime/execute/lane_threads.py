@@ -41,8 +41,8 @@ class Lane:
             self.condition.notify_all()
 
     def wait(self, count: int) -> None:
-        """Wait, in the other lane, until ``count`` op executions of this lane are finished; raise `Stopped` if it
-        failed before. On CUDA the other lane's stream waits, too."""
+        """Wait, in the other lane, until ``count`` op executions of this lane are finished; raise `Stopped` if this
+        lane failed before. On CUDA the other lane's stream waits, too."""
         with self.condition:
             self.condition.wait_for(lambda: self.count >= count or self.failure is not None)
             if self.count < count:
@@ -66,8 +66,8 @@ class Recovery(Lane):
 
     @contextmanager
     def running(self, recover: Callable[[], None]) -> Iterator[None]:
-        """Run ``recover`` in a second thread while the body runs on the main lane. Both have ended when the
-        statement ends; failures are raised."""
+        """Run ``recover`` in a second thread while the body runs on the main lane. Both have ended when the statement
+        ends. A failure is raised; if both fail independently, that of ``recover``."""
         stream = recovery_stream(self.device) if self.device.type == "cuda" else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -10,8 +10,8 @@ from rematplan.runtime.graph.storage_slices import has_strides
 
 
 class LayoutCheck:
-    """Compares the strides of values with those of a captured step. Values without stated ``strides`` are not compared.
-    ``read``: the values that calls read; strides of others may differ where their size is 1."""
+    """Compares the strides of values with those of a captured step. Values that ``strides`` lacks are not compared.
+    ``read``: the values that calls read; strides of other values may differ in dimensions of size 1."""
 
     def __init__(self, strides: Mapping[str, tuple[int, ...]], read: Set[str]) -> None:
         self.strides, self.read = strides, read

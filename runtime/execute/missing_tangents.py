@@ -31,8 +31,8 @@ ALL_USED = Unused()
 
 
 def unused_by(step: CapturedStep, schedule: Schedule, start: int, missing: Iterable[str]) -> Unused:
-    """Return what is superfluous from position ``start`` on if the tangents ``missing`` are. A random op's first
-    execution is not."""
+    """Return which values are zero, and which op executions from position ``start`` on are superfluous, if the tangents
+    ``missing``, by value name, do not arrive. A random op's first execution is never superfluous."""
     found = zeros_without(step, missing)
     zero, same = found.values, found.sums
     once = {c.name for c in step.calls if c.seeded}

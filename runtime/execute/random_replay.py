@@ -40,7 +40,9 @@ def first_draw(assign: str, state: str, device: torch.device) -> list[str]:
 
 
 def later_draw(assign: str, state: str, device: torch.device, last: bool) -> list[str]:
-    """Return source that runs a random op again from its first state, then restores the generator's."""
+    """Return source lines that execute ``assign``, a random op's assignment, again from the generator state in the
+    variable ``state``, then restore the generator. ``last``: whether no execution follows, so that the variable is
+    deleted."""
     save, load, apart = (f"{what}_rng_{device.type}" for what in ("save", "load", "apart"))
     # While the op runs, the states are in generators, so that the op needs no more memory than at its first run.
     keep, again = (

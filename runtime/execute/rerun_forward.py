@@ -55,8 +55,8 @@ class Rerun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """A context in which the random number generators start from their states before the forward; afterwards the
-        present states are restored."""
+        """A context in which the random number generators start from their states before the forward. Afterwards their
+        states from before the context are restored."""
         now = {device: save_rng(device)() for device in self.states}
         try:
             for device, state in self.states.items():

@@ -82,8 +82,9 @@ class _Stretch:
 
 
 class LaneWriter(Writer):
-    """Writes a schedule as source for two lanes, from the fork or position ``start`` on; ops before run one after the
-    other. Each function begins and ends in one lane. Raises `ProblemError` if the lanes do not fit the schedule."""
+    """Writes a schedule as source for two lanes from the fork on, but not before position ``start``; earlier ops run
+    one after the other. Each function begins and ends in the main lane. Writing raises `ProblemError` if the lanes do
+    not fit the schedule."""
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class LaneWriter(Writer):
         return {*self.step.given()}
 
     def _stretch(self, start: int, end: int) -> _Stretch:
-        """Return what each lane does at positions ``start`` to ``end`` (exclusive). What later positions read passes
-        to the main lane."""
+        """Return what each lane does at positions ``start`` to ``end`` (exclusive). Tensors that are read later or
+        returned pass to the main lane. Raises `ProblemError` if the lanes' waits do not suffice."""
         first, last = bisect_left(self.step_of, start), bisect_left(self.step_of, end)
         wanted = dict.fromkeys(self.step.returned())
         for reads, writes in reversed(self._touches[last:]):
@@ -221,8 +222,8 @@ class LaneWriter(Writer):
                 writer.mark_alive(value)
 
     def _hands(self, here: _Stretch, copy: Copy) -> dict[str, str]:
-        """Return the variables that pass a copy from one lane to the other, by value, without views: each lane
-        computes its own."""
+        """Return the variables that pass a copy from one lane to the other, by value. Views are left out: each lane
+        computes its own views."""
         if id(copy) not in here.handed:
             number, step = len(here.handed), self.step
             at = here.where.lanes[copy.lane][copy.made] if copy.made > BEFORE else None
