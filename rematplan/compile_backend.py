@@ -72,7 +72,8 @@ class PlanningBackend:
         """Compile a graph of forward ops, for all sizes if these are symbolic, and return a function whose backward
         follows a plan.
 
-        If ops depend on a size's value, the sizes are fixed, and TorchDynamo compiles again for others.
+        If ops depend on a size's value, or ops are fused or split, the sizes are fixed, and TorchDynamo compiles again
+        for others. `ModelError` for symbolic sizes if the backend was made with ``dynamic_shapes=False``.
         """
         self._say_limit()
         if any(isinstance(given, torch.SymInt) for given in inputs):
@@ -127,8 +128,8 @@ class PlanningBackend:
         parameters: Shapes = (),
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph (forward and backward) by ``make_plan``, and return the graphs of its forward and its
-        backward. Its first ``num_fwd_outputs`` results are the forward's."""
+        """Plan a joint graph (forward and backward) by ``make_plan``, add the plan to ``plans``, and return the graphs
+        of the forward and the backward. The first ``num_fwd_outputs`` results of the joint graph are the forward's."""
         del inputs
         step = read_flat_joint_graph(joint, num_fwd_outputs, f"graph {len(self.plans)}")
         planner = replace(self.planner, scope=self.scope(step, parameters))
@@ -164,7 +165,8 @@ class PlanningBackend:
         return plan
 
     def _frame(self) -> set[int]:
-        """Add the compilation to ``compiled``, and return its function's; empty outside of TorchDynamo."""
+        """Add the present compilation to ``compiled``, and return the numbers of all compilations of its function;
+        empty outside of TorchDynamo."""
         present = CompileContext.current_compile_id()
         if present is None or present.frame_id is None or present.frame_compile_id is None:
             return set()

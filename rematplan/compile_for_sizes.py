@@ -119,8 +119,8 @@ class SymbolicGraph:
             self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
 
     def __call__(self, *given: Any) -> Any:
-        """Run the graph with the plan for its inputs' sizes, which are planned when they occur first, and return its
-        results."""
+        """Run the graph with the plan for its inputs' sizes, which is made when the sizes occur first, and return the
+        results. A graph without a backward has no plan. `InfeasibleBudget` as ``on_infeasible`` asks."""
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
         sizes = (

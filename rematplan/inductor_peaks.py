@@ -131,8 +131,8 @@ class InductorPlans:
         """The budget in bytes; None if it depends on the smallest peak found, or if nothing was planned."""
 
     def plan(self, planner: Planner, step: CapturedStep) -> Plan:
-        """Return the plan to compile next: at first the planner's, then one that was not compiled yet. If `chosen` is
-        set, or there is none, it is `chosen`, the best."""
+        """Return the plan to compile next: at first the planner's, then a further one that was not compiled yet. If
+        there is none, set `chosen` to the best plan so far; once that is set, return it."""
         self.step, self.graph = step, planner.problem(step)
         self.peaks.workspaces = _workspaces(step, self.graph)
         if not self.attempts:
@@ -145,7 +145,8 @@ class InductorPlans:
 
     def compiled(self, compile_with: Callable[[MakePlan], T]) -> T:
         """Compile, at most `COMPILATIONS` times and once more, until the code fits the budget and uses `NEAR` of it or
-        recomputes nothing. Return the best result of ``compile_with``; warn if no code fits."""
+        recomputes nothing. Return the best result of ``compile_with``; warn if no code fits. Without a backward or a
+        budget in bytes, compile once."""
         for _ in range(COMPILATIONS):
             self.peaks = peaks = CodePeaks()
             with peaks.counting():
@@ -172,7 +173,7 @@ class InductorPlans:
         return compile_with(self.plan)
 
     def _another(self, planner: Planner) -> bool:
-        """Find a plan that was not compiled yet, and return whether there is one."""
+        """Find a plan that was not compiled yet, and set ``budget`` and ``last``. Return whether there is one."""
         for _ in range(COMPILATIONS):
             self.budget = self._next_budget()
             try:
@@ -206,8 +207,8 @@ class InductorPlans:
 
 
 def code_peak(step: CapturedStep, graph: TrainingGraph, plan: Plan, peaks: CodePeaks) -> int:
-    """Return the peak in bytes of a step whose halves Inductor compiled, with all that the problem holds in addition
-    to their buffers."""
+    """Return the peak in bytes of a step whose halves Inductor compiled, with all that the problem holds in addition to
+    the halves' buffers."""
     outputs = step.returned("output")
     held = sum(step.storage_bytes[one] for one in outputs) + graph.size.get(LOSS_VALUE, 0)
     series = resident_bytes(graph, plan.schedule)

@@ -90,8 +90,8 @@ class RematplanBackend(Backend):
 
 
 def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the model's symbolic input dimensions, each with the first ``INPUT.AXIS``, also its name if it has
-    none. Weights do not count."""
+    """Return, by name, the model's symbolic input dimensions, each with the first ``INPUT.AXIS`` that has it. A
+    dimension without a name is called ``INPUT.AXIS``. Dimensions of weights do not count."""
     weights = {t.name for t in model.graph.initializer}
     found: dict[str, str] = {}
     for value in model.graph.input:
@@ -102,8 +102,8 @@ def _symbolic(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def _check_comparable(graph: Graph) -> None:
-    """Refuse a model with random results, or with an inverse two-sided DFT, whose expected results in ONNX's test
-    suite are inexact."""
+    """Raise `ModelError` for a model with random results, or with an inverse two-sided DFT, whose expected results in
+    ONNX's test suite are inexact."""
     constants = {w.name: w for w in graph.weights if w.role == "constant"}
     for node in graph.nodes:
         if row_of(node).random and not (node.op == "Dropout" and _is_off(node, constants)):

@@ -59,8 +59,8 @@ def apply(
         options: the other keywords of `plan_module`, such as ``strategy`` and ``reserved``.
 
     Raises:
-        UsageError: ``model`` is no module, is or contains a scripted one, has parameters without a shape, or was made
-            by `plan_module`; there is no budget; there is no module of a name in ``modules``; or an option is unknown
+        UsageError: ``model`` is no module, is or contains a scripted one, has parameters without a shape, was made by
+            `plan_module`, or runs another module (DDP, `torch.compile`); there is no budget; there is no module of a name in ``modules``; or an option is unknown
             or malformed. The first training call raises the other errors of `plan_module`.
     """
     if not isinstance(model, nn.Module):

@@ -212,8 +212,8 @@ def _device(name: str) -> torch.device:
 
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
-    """Return the step with exact inverses. With ``inverses`` it has all of them, notes on tensors without, and the
-    former as ``without``."""
+    """Return the step with exact inverses only. With ``inverses``, return it with all inverses and notes on tensors
+    that no inverse recovers, and the step with exact inverses as its ``without``."""
     without = replace(loaded, step=with_exact_inverses(loaded.step))
     if not inverses:
         return without

@@ -95,7 +95,8 @@ class _SizeNodes:
 
 
 def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.Node]:
-    """Add the symbolic sizes among a joint graph's inputs to those of its forward graph, in place."""
+    """Add the symbolic sizes among a joint graph's inputs to those of its forward graph, in place. Return the new
+    nodes, by the name of the joint graph's input."""
     own = iter(module.graph.nodes)
     here, given = next(own), {}
     for node in joint.graph.find_nodes(op="placeholder"):

@@ -215,8 +215,8 @@ def one_strategy(args: argparse.Namespace) -> Strategy:
 
 
 def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> dict[str, Strategy]:
-    """Return strategies by name, each with those of the options that it has; `UsageError` if none of them has one,
-    except ``time_limit``."""
+    """Return strategies by name, each with those of the options that it has. `UsageError` for an unknown strategy, and
+    for an option, except ``time_limit``, that none of them has."""
     made: dict[str, Strategy] = {}
     unused = set(options) - {LIMIT}
     for name in names:
@@ -231,7 +231,8 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise `UsageError` for output files that are folders, in none, or the same. Paths that are None are ignored."""
+    """Raise `UsageError` if an output file is a folder, is in a folder that does not exist, or is stated twice. Paths
+    that are None are ignored."""
     stated = [p for p in paths if p is not None]
     for path in stated:
         if path.is_dir():

@@ -75,7 +75,7 @@ def _forward_as_stated(
     given: dict[str, Any], dtype: str | None, device: str | None
 ) -> AbstractContextManager[object]:
     """Convert the model and its inputs in ``given``, in place, to a type and device, and return the context of the
-    forward."""
+    forward. None leaves types or devices unchanged; `UsageError` if the conversion is impossible."""
     import torch
 
     from rematplan.runtime.graph.compat import pytree

@@ -57,7 +57,7 @@ def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
     """Export a network of the zoo in training form as an ONNX file, with a symbolic batch if ``dynamic_batch``. Return
-    the shapes of its inputs."""
+    the shapes of its inputs. Weights and inputs are random."""
     check_known(name)
     import torch  # imported here, since `rematplan --help` does not need it
 

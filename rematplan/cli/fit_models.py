@@ -38,7 +38,8 @@ LABELS: Mapping[str, tuple[str, ...]] = {
 
 
 def sized_model(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return the model that the argument MODEL names."""
+    """Return the model that ``name``, the argument MODEL, names, for any size of the dimension ``vary``. ``dims``: the
+    stated sizes. `UsageError` if the model cannot be made, or has no such size."""
     if name.endswith(".json"):
         return _hugging_face(Path(name), vary, dims, asked)
     if ":" in name and not Path(name).exists():
@@ -77,8 +78,8 @@ def _unit(name: str, vary: str, size: int) -> int:
 
 
 def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return the model that a function of the user makes, for any size of ``vary``; `UsageError` if a stated size is
-    none of its parameters."""
+    """Return the model that a function of the user makes, for any size of ``vary``. `UsageError` if a stated size is
+    none of its parameters, the size of ``vary`` is not known, or the function fails."""
     function = user_function(name)
     parameters = inspect.signature(function).parameters
     if unknown := [d for d in (vary, *dims) if d not in parameters and d != BATCH]:
@@ -117,8 +118,8 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
 
 
 def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
-    """Return a model of timm for any size of ``vary``, the batch or the image. `UsageError` for another size, or a name
-    that timm does not know."""
+    """Return a model of timm for any size of ``vary``, the batch or the image. `UsageError` for another size, a name
+    that timm does not know, or without timm."""
     try:
         timm: Any = importlib.import_module("timm")
     except ImportError:
@@ -192,8 +193,8 @@ def _like(t: torch.Tensor, leading: Sequence[int], batch: int | None) -> torch.T
 
 
 def _hugging_face(path: Path, vary: str, dims: Dims, asked: Question) -> SizedModel:
-    """Return the model that a configuration file of transformers describes, for any size of ``vary``; `UsageError` for
-    an unknown architecture or size."""
+    """Return the model that a configuration file of transformers describes, for any size of ``vary``. `UsageError` for
+    an unknown architecture or size, a malformed file, or without transformers."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:

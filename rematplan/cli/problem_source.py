@@ -49,8 +49,8 @@ class Source:
 
 
 def add_model(parser: argparse.ArgumentParser, *, problem_file: bool, ranges: bool = False) -> None:
-    """Add the argument MODEL and its options. ``problem_file``: whether it may be one. ``ranges``: whether ``--dim``
-    accepts ranges."""
+    """Add the argument MODEL and its options. ``problem_file``: whether MODEL may be a problem file. ``ranges``:
+    whether ``--dim`` accepts ranges."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -114,8 +114,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source:
-    """Load the problem that MODEL names, without weights and data if the caller does not run the step (``runs``) or
-    measure costs."""
+    """Load the problem that MODEL names, without weights and data if costs are not measured and the caller does not run
+    the step (``runs``). `UsageError` for a problem file with options of a model."""
     if not is_problem(args):
         return _load_model(args, out, runs)
     for option in MODEL_ONLY:

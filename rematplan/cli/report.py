@@ -37,7 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return 0."""
+    """Run ``rematplan report``: plan the step or load its plan, and write the requested files. Return 0; `UsageError`
+    if no file is requested."""
     files = {"report": args.output, "snapshot": args.snapshot, "trace": args.trace}
     check_outputs(*files.values())
     if not any(files.values()):
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _planned(args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
-    """Return problem and plan of a plan file, or of a model with a plan file or a budget; else `UsageError`."""
+    """Return the problem and the plan of a plan file, or of a model or problem with a plan file or a budget; else
+    `UsageError`."""
     if is_problem(args) and (found := load_plan_with_problem(args.model)):
         if args.budget is not None or args.plan is not None:
             raise UsageError(f"{args.model} is a plan; state neither --budget nor --plan")

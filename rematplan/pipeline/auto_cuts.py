@@ -34,8 +34,8 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Return the cuts into stages with a short simulated step, if messages take no time; `UsageError` if the model has
-    too few places. Not all ranks need fit the budget."""
+    """Search for the cuts with the shortest simulated step of micro-batches like ``args``, if messages take no time; if
+    no cuts tried fit all ranks, return ones with a small peak. `UsageError` if the model has too few places to cut."""
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
         raise UsageError(f"the model has {len(known) + 1} places for stages, not {schedule.stages}")
@@ -56,7 +56,8 @@ def auto_cuts(
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Return, in all processes, what ``choose`` returns in rank 0, or raise its error; alone, call it here."""
+    """Return, in all processes, what ``choose`` returns in rank 0. If it fails, raise its error there, and `UsageError`
+    with its text in the others. Without a process group, call ``choose`` here."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
     # Measured costs and timed searches differ between processes.

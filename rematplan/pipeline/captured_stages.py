@@ -111,8 +111,8 @@ def captured_stage(
 def _problem(
     planner: Planner, step: CapturedStep, template: StagePlan, place: StagePlace, loss: LossMemory | None
 ) -> tuple[CapturedStep, StageProblem]:
-    """Add inverses to a stage's step, and separate weight gradients if the place says so. Return it with its planning
-    problem. ``loss``: None for the memory that the options state or assume."""
+    """Add inverses to a stage's step, and separate weight gradients if the place says so. Return the new step and its
+    planning problem. ``loss``: None for the memory that the options state or assume."""
     step = planner.with_inverses(step)
     if place.split:
         step = with_separate_weights(step)

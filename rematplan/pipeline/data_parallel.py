@@ -46,8 +46,8 @@ class DataParallel:
         return bucket_bytes(module.parameters(), device) + broadcast_bytes(module.buffers(), device)
 
     def reducing(self, stage: StageModule, device: torch.device) -> int:
-        """Return the bytes by which FSDP2's reduction of gradients exceeds the gathered parameters and
-        gradients, which it replaces."""
+        """Return the bytes by which FSDP2's reduction of gradients exceeds the gathered parameters and gradients, which
+        it replaces; 0 without FSDP2 or gradients."""
         trained = [p for p in stage.module.parameters() if p.requires_grad]
         if self.shards == 1 or not trained:
             return 0

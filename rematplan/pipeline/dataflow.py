@@ -78,7 +78,7 @@ def dataflow_part(
     loss: LossMemory | None = None,
 ) -> DataflowPart:
     """Capture a stage of a dataflow pipeline, where inverses recover activations in the backward, and make its planning
-    problem."""
+    problem. ``loss``: None for the memory that the options state or assume."""
     first, last = number == 0, number == stages - 1
     named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
     captured = captured_step(stage)

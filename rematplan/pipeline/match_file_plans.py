@@ -104,8 +104,8 @@ def loss_ops(step: CapturedStep, graph: TrainingGraph, names: Sequence[str]) -> 
 
 
 def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]:
-    """Return names in ``others`` by names in ``ops``, paired by ATen op and phase, in order. `ProblemError` if their
-    numbers, the results that they read, or the bytes that they write differ."""
+    """Return names in ``others`` by names in ``ops``, paired by ATen op and phase, in order. `ProblemError` if the two
+    have different numbers of some op, or a pair reads other results or writes other sizes."""
     mine, theirs = _by_key(ops), _by_key(others)
     for key in sorted({*mine, *theirs}):
         few, many = len(mine.get(key, ())), len(theirs.get(key, ()))

@@ -14,8 +14,9 @@ def step_in_one_process(
     batch: Sequence[torch.Tensor],
     microbatches: int,
 ) -> list[float]:
-    """Run forward and backward of each micro-batch in turn, and return the losses. ``loss_of`` gets a micro-batch's
-    number and tensors. All gradients are divided by ``microbatches``."""
+    """Run forward and backward of each of ``microbatches`` equal parts of ``batch``, and return the losses. ``loss_of``
+    gets a part's number and tensors. At the end, the gradients of ``parameters`` are divided by ``microbatches`` in
+    place."""
     losses = []
     for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):
         loss = loss_of(number, *parts)

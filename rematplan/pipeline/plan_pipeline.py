@@ -180,8 +180,9 @@ def captured_pipeline(
     loss: tuple[LossFunction, torch.Tensor] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages, capture the stages of ``ranks``, and return a pipeline without plans; `UsageError`
-    unless there is a cut between each two stages. ``plans``: with which ``split="auto"`` splits as in them."""
+    """Cut a model into stages, capture those of ``ranks`` (None, or a percentage: all), and return a pipeline without
+    plans. `UsageError` for another number of cuts, or unknown names. ``plans``: those whose splits ``split="auto"``
+    repeats; None: splits are chosen for the budget."""
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:
@@ -234,7 +235,7 @@ def _in_stage(asked: PlanOptions, stage: StageModule) -> PlanOptions:
 
 
 def _check_messages(stages: Sequence[StageModule]) -> None:
-    """Check that every tensor that a stage receives from the previous one needs a gradient."""
+    """Raise `UsageError` unless every tensor that a stage receives from the previous one needs a gradient."""
     for number, stage in enumerate(stages[1:], 1):
         if not all(one.requires_grad for one in stage.inputs):
             raise UsageError(

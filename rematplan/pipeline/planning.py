@@ -65,8 +65,8 @@ def plan_stages(
     progress: Progress,
 ) -> PlannedPipeline:
     """Divide a step into stages and plan them; of the pipelines found, return the one with the least makespan.
-    ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for cuts
-    that are too few, too many or unknown."""
+    ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for too
+    few, too many or unknown cuts; `InfeasibleBudget` if no pipeline fits."""
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
     if asked.cuts is not None:
@@ -135,8 +135,8 @@ def _searches(
 def _search(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, progress: Progress = silent
 ) -> PipelineSearch:
-    """Return a search, not run yet, for the cuts and plans of one schedule within the budget of ``asked``. For a
-    percentage, a search with ample memory is run first."""
+    """Return a search, not run yet, for the cuts and plans of one schedule within the budget of ``asked``; `UsageError`
+    if that exceeds `AMPLE`. For a percentage, a search with ample memory is run first."""
     own = _narrow(chain, schedule.name, schedule.stages)
     # A percentage refers to the largest peak without recomputation, with the cuts of unlimited memory.
     ample = _terms(own, asked, AMPLE)
@@ -150,8 +150,8 @@ def _search(
 def best_cuts(
     chain: NamedChain, schedule: PipelineSchedule, asked: PipelineRequest, planner: StagePlanner | None
 ) -> tuple[str, ...]:
-    """Search for the cuts with the least simulated step; if no tried ones fit all ranks, return cuts with a
-    small largest peak."""
+    """Search for the cuts with the least simulated step; if no tried ones fit all ranks, return cuts with a small
+    largest peak. ``planner``: of single stages; None for `AutoStages`."""
     search = _search(chain, schedule, asked)
     search.planner = planner or _planner(asked.seconds, schedule.ranks)
     search.seconds = asked.seconds

@@ -47,7 +47,8 @@ def captured_part(
     loss: LossMemory | None = None,
 ) -> CapturedPart:
     """Capture stage ``number`` of a pipeline, or measure its forward if it has no gradients, and return it with its
-    planning problem. ``parallel``: adds the memory of data parallelism."""
+    planning problem. ``parallel``: adds the memory of data parallelism. `ModelError` for a stage without gradients
+    where the pipeline needs them."""
     device, frozen = stage.device, not any(one.requires_grad for one in stage.outputs)
     if frozen:
         _check_frozen(order, number, stage)
@@ -91,7 +92,7 @@ def _check_frozen(order: PipelineSchedule, number: int, stage: StageModule) -> N
 
 def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, CapturedPart]) -> int:
     """Convert a pipeline's budget for each rank to bytes. A share is one of the largest peak of a rank without
-    recomputation."""
+    recomputation, and needs ``parts`` of all stages."""
     if stated.kind == "bytes":
         return int(stated.amount)
     problems = {number: part.problem for number, part in parts.items()}
@@ -161,7 +162,7 @@ def _trials(pipe: Pipeline, rank: int, number: int, asked: PlanOptions) -> Split
 
 def stated_rank_plan(pipe: Pipeline, rank: int, plans: Mapping[int, Mapping[str, Any]]) -> RankPlan:
     """Read the plans of a rank's stages from JSON data, and compute the rank's peak with these plans. `UsageError` if a
-    stage has none, `InfeasibleBudget` if the peak exceeds the budget."""
+    stage has none, `ProblemError` if one is of another problem, `InfeasibleBudget` if the peak exceeds the budget."""
     mine = pipe.order.stage_of_rank[rank]
     if missing := [s for s in mine if s not in plans]:
         raise UsageError(

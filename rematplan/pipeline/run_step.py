@@ -101,7 +101,8 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 
 def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks. A rank
-    searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``."""
+    searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``. `ProcessEnded` if the
+    connection to another process is lost."""
     try:
         return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
     except RuntimeError as error:
@@ -174,7 +175,8 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
 
 
 def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOptions) -> tuple[RankPlan, str]:
-    """Return plans for a rank's stages, and why they are not the file's; an empty text if they are."""
+    """Return plans for a rank's stages, and why they are not the file's; an empty text if they are. If the file's do
+    not match or fit, a search finds others, or raises `InfeasibleBudget`."""
     parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
     try:
         if pipe.order.name in CHANNELS:
@@ -252,7 +254,8 @@ def _loaded(plan: PlannedPipeline) -> LoadedModel:
 
 
 def _whole_batch(loaded: LoadedModel, microbatches: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return inputs and targets of all micro-batches, joined along the first dimension; zeros without targets."""
+    """Return the inputs and the target of all micro-batches, joined along the first dimension; zeros if there is no
+    target. `UsageError` for an input without dimensions."""
     generator = torch.Generator().manual_seed(SEED)
 
     def joined(one: torch.Tensor) -> torch.Tensor:
@@ -304,8 +307,8 @@ def _in_one_process(
 def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> dict[str, float]:
-    """Return, by name, the relative errors of the gradients of ``ours``; infinite if one is missing, unless
-    ``ours`` has zeros for it."""
+    """Return, by name, the errors of the gradients of ``ours`` relative to those of ``theirs`` (`LEAST_NORM`). An error
+    is infinite if only one has a gradient, unless that is zero and of ``ours``."""
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]
     least = LEAST_NORM * math.hypot(*norms) if norms else 0.0

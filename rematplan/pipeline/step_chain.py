@@ -55,8 +55,9 @@ def named_chain(
     only: Collection[str] | None = None,
     prefix: str = WRAPPER,
 ) -> NamedChain:
-    """Divide a captured step into blocks that begin at modules and have their names; at ops, if no module can begin
-    one. ``wanted``: modules to prefer; ``only``: those allowed; ``prefix``: of the names of the model's modules."""
+    """Divide a captured step into blocks that begin at modules and have the modules' names; at ops, if no module can
+    begin one. ``wanted``: modules to prefer; ``only``: those allowed, None for all; ``prefix``: of the names of the
+    model's modules."""
     kinds = {step.values[i.value].storage: i.kind for i in step.inputs}
     owner = {i.target: step.values[i.value].storage for i in step.inputs if i.kind == "parameter"}
     gradients = {
@@ -124,8 +125,9 @@ def _begins(
     only: Collection[str] | None,
     prefix: str,
 ) -> dict[int, str]:
-    """Return, by position of its first op, the name of each module at which a block begins. They are fewer than
-    `MOST_BLOCKS`, the outermost ones, and those of ``wanted``. Arguments: as of `named_chain`."""
+    """Return, by position of its first op, the name of each module at which a block begins: the outermost modules,
+    fewer than `MOST_BLOCKS`, and those of ``wanted``. Modules that other ops interrupt begin none. Arguments: as of
+    `named_chain`."""
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     first: dict[str, int] = {}

@@ -150,8 +150,8 @@ def torch_stage(
 
 
 def deferred_weights(module: nn.Module) -> Callable[[], Callable[..., None]]:
-    """Return a ``dw_builder`` for a split backward: called after one, it returns a function that computes its
-    weight gradients."""
+    """Return a ``dw_builder`` for a split backward. Called directly after a backward, it returns a function that
+    computes the weight gradients of that backward, or does nothing if the stage has none."""
 
     def builder() -> Callable[..., None]:
         # PyTorch calls this directly after the backward.
