@@ -60,8 +60,9 @@ def apply(
 
     Raises:
         UsageError: ``model`` is no module, is or contains a scripted one, has parameters without a shape, was made by
-            `plan_module`, or runs another module (DDP, `torch.compile`); there is no budget; there is no module of a name in ``modules``; or an option is unknown
-            or malformed. The first training call raises the other errors of `plan_module`.
+            `plan_module`, or runs another module (DDP, `torch.compile`); there is no budget; there is no module of a
+            name in ``modules``; or an option is unknown or malformed. The first training call raises the other
+            errors of `plan_module`.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")

@@ -56,8 +56,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def write_network(
     name: str, sizes: Mapping[str, int | None], path: Path, *, dynamic_batch: bool = True
 ) -> list[tuple[int, ...]]:
-    """Export a network of the zoo in training form as an ONNX file, with a symbolic batch if ``dynamic_batch``. Return
-    the shapes of its inputs. Weights and inputs are random."""
+    """Export a network of the zoo in training form, with weights of a fixed seed, as an ONNX file. Its batch is
+    symbolic if ``dynamic_batch``. Return the shapes of its inputs; `ZooError` for an unknown network or impossible
+    sizes."""
     check_known(name)
     import torch  # imported here, since `rematplan --help` does not need it
 
