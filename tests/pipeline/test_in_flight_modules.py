@@ -166,7 +166,7 @@ class Gated(nn.Module):
 def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Gated() for _ in range(4)))
-    asked = ASKED | {"in_flight": in_flight, "deferred": deferred, "kernels": "fused", "loss_memory": "3x"}
+    asked = ASKED | {"in_flight": in_flight, "deferred": deferred, "kernels": "fused", "strategy": "chen_sqrt"}
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_stage(copy.deepcopy(plain), (example(),), budget=1000, **asked)
     least, actions = refused.value.smallest, with_in_flight(in_flight, deferred)
@@ -174,6 +174,7 @@ def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None
     assert "fused_" in planned.source
     peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
     assert sum(p.nbytes for p in plain.parameters()) + peak <= least
+    assert planned.plan.estimate.reruns
     expected = run(plain, with_in_flight(in_flight, None))
     for a, b in ((found[m], expected[m]) for m in expected if m in found):
         assert a is not None
