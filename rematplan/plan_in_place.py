@@ -42,8 +42,9 @@ def apply(
     of the model are planned in place, too, and make plans of their own. `rematplan.planning` shows the plans, also of
     a model that DDP or PEFT wraps.
 
-    Apply it before or after the model is moved, wrapped or patched: the forward that the model has at a call is
-    planned. A model that is planned in place already gets the new budget and options.
+    Apply it to the inner model, before or after that is moved, patched or wrapped: the forward that the model has at a
+    call is planned. A wrapper itself (DDP, DataParallel, a compiled module) is refused. A model that is planned in
+    place already gets the new budget and options.
 
     A model that cannot be captured as a whole (its loss matches, its layers are dropped by chance, a router reads
     values) is planned in parts: its largest modules that can be captured. The rest runs as it is. The budget is common

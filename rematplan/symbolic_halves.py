@@ -35,10 +35,8 @@ class SymbolicJointGraph:
         return OpenStep.of_graph(self.step, self.table)
 
     def halves(self, schedule: Schedule) -> Halves:
-        """Return the graphs of forward and backward that follow a schedule.
-
-        The backward's first inputs are the symbolic sizes, which the forward returns last.
-        """
+        """Return the graphs of forward and backward that follow a schedule. The forward returns the symbolic sizes
+        last, and the backward takes them first; `NotSymbolic` if a size is that of no input."""
         graphs = plan_graphs(self.step, schedule)
         results: Any = self.joint.graph.find_nodes(op="output")[0].args[0]
         forward = _SizeNodes(self.joint, self.table, graphs.forward, give_sizes(graphs.forward, self.joint))

@@ -29,9 +29,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful; with ``keep_order``, inverses read only inputs and what
-    needed ops write.
-    """
+    """Return the ops and inverses that may be useful. With ``keep_order``, all needed ops must run, and inverses read
+    only inputs and results of needed ops."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:

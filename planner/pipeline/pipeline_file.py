@@ -301,8 +301,8 @@ def _with_messages(
 
 
 def _check_stages(plan: PlannedPipeline) -> None:
-    """Raise `ProblemError` unless the numbers and the order of a pipeline's plans, times, cuts, names, ops and floors
-    match its stages and ranks."""
+    """Raise `ProblemError` unless a pipeline has as many plans, times, cuts, names and floors as its stages and ranks
+    need; ops may be absent. Names must differ, cuts ascend, and plans be in order."""
     stages, ranks = plan.schedule.stages, plan.schedule.ranks
     if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:
         raise ProblemError(f"{stages} stages need as many plans and times, and one cut fewer")

@@ -106,9 +106,8 @@ class NestedDP(CandidateStrategy):
 
 
 def _runs(graph: TrainingGraph, chain: BlockChain, steps: Ints) -> Ints:
-    """Return the positions of the ops that steps over blocks (k: block k, -1 - k: its backward) run, without
-    useless and forbidden repeats.
-    """
+    """Return the positions of the ops to run, in order, for steps over blocks: k is block k, -1 - k its backward.
+    Useless and forbidden repeats are left out."""
     groups = [np.array(ops, dtype=np.int64) for ops in (*chain.forward, *reversed(chain.backward))]
     runs = np.concatenate([groups[step] for step in steps])  # stage k is -1 - k, from the end
     names, stays, seen, once = list[str](), list[bool](), set[str](), set(graph.never_rerun)

@@ -110,8 +110,8 @@ class OpenForward:
     def accepted(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> tuple[Instance, guards.Guard] | None:
-        """Return this capture with the sizes of a batch and their guard, or None if the batch or the module's state
-        breaks it. ``counts``: numbers of selected elements; with a ``state`` they are computed."""
+        """Return this capture at a batch's sizes, with its guard; None if the batch or ``state`` breaks it. If
+        ``state`` is None, it is not checked, and the numbers of selected elements are ``counts``."""
         if state is not None and self.guard.decided.counts:
             now = self._counted(state, batch)
             if now is None:

@@ -56,7 +56,7 @@ def step_bytes(
     layers: Mapping[str, Layer], owned: Collection[str], copies: Copies, others: int, rest: int
 ) -> int:
     """Return an upper bound of the bytes that one step allocates temporarily. ``owned``: layers of which this process
-    inverts a factor. ``others``, ``rest``: the other optimizer's temporary bytes, and its parameters'."""
+    inverts a factor. ``others``: the temporary bytes of the other optimizer. ``rest``: the bytes of its parameters."""
     every = layers.values()
     matrices = [layer.shape.numel() * layer.a.dtype.itemsize for layer in every]
     read = max(map(sums_bytes, every), default=0) + copies.sums * sum(map(_vector, every))

@@ -166,8 +166,8 @@ class Refining:
 
 @dataclass(eq=False)
 class Rechoosing:
-    """A search for a better plan of a step at certain sizes, in another process or among plans that were found at
-    other sizes."""
+    """Finds a better plan of a step for certain sizes: it evaluates plans that were found at other sizes, and may
+    begin a search in another process, whose plans join them."""
 
     plan: Plan
     """The plan in use."""

@@ -101,7 +101,8 @@ def fixed_size(size: torch.SymInt) -> int:
 
 
 class _Reader:
-    """Reads one joint fx graph (forward and backward) into a `CapturedStep`."""
+    """Reads a joint fx graph (forward and backward) into a `CapturedStep`, whose inputs and outputs ``roles`` names;
+    `ModelError` if it cannot be planned. ``table`` receives symbolic sizes; None if sizes are fixed."""
 
     def __init__(
         self, module: fx.GraphModule, roles: ModuleRoles | PositionRoles, table: ExpressionTable | None = None

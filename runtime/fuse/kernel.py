@@ -266,13 +266,8 @@ def _with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 def begin_kernel(step: CapturedStep, region: Region, ops: RegionOps) -> Callable[[], FusedKernel]:
-    """Begin to compile a region, and return a function that waits for it and runs it on synthetic numbers: its results
-    must have the strides of the captured step, and be as near to those in float64 as the eager ops' are.
-
-    Raises:
-        CannotFuse: they do not.
-        Exception: Inductor cannot compile the region.
-    """
+    """Begin to compile a region, and return a function that waits for the kernel and checks it on synthetic numbers.
+    That function raises `CannotFuse` for wrong strides or rounding; both raise Inductor's exceptions."""
     with torch.random.fork_rng(devices=[]):
         symbols = SizeSymbols(ops.sizes)
         end = begin(partial(ops.in_widest, symbols.of), ops.inputs, symbols)

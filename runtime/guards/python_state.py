@@ -248,7 +248,9 @@ class PythonState:
         return self.contents.get(id(container), (None, None))[1]
 
     def number_set(self, holder: Any, name: str, value: Any) -> Any:
-        """Return the plain value to store in an attribute. Remember how a counted one was computed, else reveal it."""
+        """Return the plain value to store as an attribute of ``holder``, or ``value`` itself if the holder is unknown.
+        The expression of an attribute that the forward counts up is kept; any other value becomes known, so that it
+        is guarded."""
         owner = self.reads.owner_of(holder)
         if owner is None:
             return value
