@@ -147,8 +147,8 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 
 
 def _op_from_json(data: object, where: str) -> Op:
-    """Return an op or inverse of JSON data; `ProblemError` if a field is missing or wrong. ``where``: its name in
-    messages until its own name is read."""
+    """Return an op or inverse of JSON data; `ProblemError` if a field is missing or wrong. ``where``: what messages
+    call the op until its name is read."""
     name = _field(data, "name", str, where)
     where = f"op {name!r}"
     row = _typed(data, dict, where)

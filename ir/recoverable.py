@@ -157,7 +157,7 @@ class _StepTables:
         return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
 
     def recover(self, target: str) -> Recovery | None:
-        """Return how to recover a forward tensor that the forward reads; None if nothing recovers it."""
+        """Return how to recover a forward tensor; None if no op of the forward reads it, or if nothing recovers it."""
         if target not in self.makers or target not in self.last_read or target in self.never:
             return None
         return _RecoverySearch(self, target).found()

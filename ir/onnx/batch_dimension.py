@@ -14,8 +14,8 @@ NAME = "batch"  # the dimension's name, if the file has none
 def with_batch(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Declared, ...], dict[str, int], Batch | None]:
-    """Return the inputs, the sizes, and a `Batch`, or None unless the user states another batch size than the file's
-    (1 if symbolic). If all shapes are fixed and ``dims`` has ``batch``, equal first dimensions become the symbol
+    """Return the inputs, the sizes, and a `Batch` if ``dims`` states another batch size than the file's (1 if
+    symbolic), else None. If all shapes are fixed and ``dims`` has ``batch``, equal first dimensions become the symbol
     ``batch``."""
     # The first dimension of the first input that is no scalar, and dimensions with the same symbol. If all
     # shapes are fixed: first dimensions of the same size, named ``batch``.

@@ -39,8 +39,9 @@ def captured(name: str, bodies: Mapping[str, Mapping[str, Body]]) -> tuple[str, 
 def without_subgraphs(
     draft: Draft, inputs: Sequence[Value], bound: Mapping[str, int]
 ) -> tuple[Draft, tuple[str, ...]]:
-    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan. Return the content and a note
-    if there were any. ``bound``: sizes by symbol. `ModelError` if a condition or length depends on data."""
+    """Replace every If of an ONNX graph by its branch, and unroll every Loop and Scan. Return the content and a note if
+    there were any. ``bound``: sizes by symbol. `ModelError` if that is impossible, as for a condition or length that
+    depends on data."""
     if not draft.bodies:
         return draft, ()
     shapes = {name: tuple(bound.get(str(d), d) for d in dims) for name, dims in draft.stated.items()}
@@ -174,8 +175,8 @@ class _Unrolling:
         return self.known[name]
 
     def scalar(self, node: Node, name: str, what: str) -> int:
-        """Return the known value ``name`` as an integer; `ModelError` if it is none. ``what``: its purpose, for
-        messages."""
+        """Return the value ``name`` as an integer; `ModelError` if the value is not known, or no single integer.
+        ``what``: its purpose, for messages."""
         value = self.value(node, name, what)
         if value.size != 1 or value.dtype.kind not in "biu":
             raise ModelError(
@@ -227,8 +228,8 @@ def _body(node: Node, bodies: Mapping[str, Body], name: str, inputs: int, output
 
 
 def _loop(work: _Unrolling, node: Node, bodies: Mapping[str, Body], names: Mapping[str, str]) -> None:
-    """Unroll a Loop: its body runs as long as its condition and count say; its further results are stacked.
-    `ModelError` if these are not known or exceed `MAX_ITERATIONS`."""
+    """Unroll a Loop: the body runs as long as condition and count say, and its further results are stacked.
+    `ModelError` if condition or count are not known, or beyond `MAX_ITERATIONS`."""
     count, condition, *states = (*node.inputs, "", "")[: max(2, len(node.inputs))]
     made = max(len(node.outputs), len(states))
     body = _body(node, bodies, "body", 2 + len(states), 1 + made)

@@ -61,8 +61,8 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """Return the protobuf message of an ONNX file; `ModelError` if it cannot be read, is no ONNX model, or its graph
-    has no nodes and outputs."""
+    """Return the protobuf message of an ONNX file; `ModelError` if the file cannot be read or is no ONNX model, or its
+    graph has neither nodes nor outputs."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -317,8 +317,8 @@ def _array(name: str, tensor: Any, path: Path) -> Array:
 
 
 def _external(name: str, tensor: Any, path: Path) -> Any:
-    """Return a tensor with external data with its absolute path; `ModelError` unless these are bytes of a file in the
-    model's folder."""
+    """Return a tensor whose external data have an absolute path; `ModelError` unless the data are bytes of a file in
+    the model's folder."""
     what = f"initialiser {name!r}: external data {str(tensor.location)!r}"
     location = Path(str(tensor.location))
     if location.is_absolute() or ".." in location.parts or not location.parts:

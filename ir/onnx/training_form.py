@@ -41,7 +41,7 @@ class Forms:
 
 def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
     """Return the content with batch norms and dropouts in the forms ``forms``, and notes on what was changed or is
-    absent."""
+    absent. `ModelError` if a batch norm cannot be frozen."""
     notes: list[str] = []
     if forms.bn in BATCH_NORM:
         draft, count = _change_all(draft, "BatchNormalization", BATCH_NORM[forms.bn])
@@ -131,8 +131,8 @@ def _own_statistics(node: Node, more: _Additions) -> Node:
 
 
 def _frozen(node: Node, more: _Additions) -> Node | None:
-    """Return a batch norm in inference form; None if it has this form. `ModelError` if a node reads the batch's
-    statistics."""
+    """Return a batch norm in inference form, None if it has this form. New running statistics that are read become the
+    old ones; `ModelError` if the batch's statistics are read."""
     if not roles.trains_statistics(node):
         return None
     if any(o in more.read for o in node.outputs[3:] if o):

@@ -153,8 +153,8 @@ class Differentiated:
 
 
 def differentiated(node: Node) -> Differentiated:
-    """Return the names in the attributes ``xs``, ``zs`` and ``y`` of an ONNX Gradient node; `ModelError` unless it has
-    an input for each of ``xs`` and ``zs``."""
+    """Return the names in the attributes ``xs``, ``zs`` and ``y`` of an ONNX Gradient node. `ModelError` unless it has
+    an input for each of ``xs``, at least one, and of ``zs``."""
     stated: Any = node.attributes
     found = Differentiated(tuple(stated.get("xs", ())), tuple(stated.get("zs", ())), str(stated.get("y", "")))
     if not found.xs or len(found.xs) + len(found.zs) != len(node.inputs):

@@ -57,8 +57,8 @@ def _sum(sign: int) -> Row:
 
 
 def _added(call: Call, facts: Facts, first: Any, second: Any, sign: int, alpha: float) -> Found:
-    """Yield the rules that undo y = first ± alpha · second for either term; refuse a ``second`` with ``alpha`` near
-    zero, and a broadcast part of a storage. ``sign``: 1 or −1."""
+    """Yield the rules that undo y = first ± alpha · second for either term. A ``second`` with ``alpha`` near zero, and
+    a broadcast part of a storage, are refused. ``sign``: 1 or −1."""
     y = result(call, facts)
     if fits(first, y, facts):
         gain = _gain_of_term(first, facts)

@@ -33,7 +33,8 @@ class Instruction:
 
 
 def program_of(graph: Graph) -> tuple[Instruction, ...]:
-    """Return the nodes as instructions, each with the values, neither outputs nor weights, that no later node reads."""
+    """Return the nodes as instructions, each with the values, neither outputs nor weights, that no later node reads;
+    `ModelError` for an unknown op."""
     rows = [row_of(node) for node in graph.nodes]
     kept = {o.name for o in graph.outputs} | {w.name for w in graph.weights}
     seen: set[str] = set()
@@ -47,7 +48,8 @@ def program_of(graph: Graph) -> tuple[Instruction, ...]:
 
 
 def _inner(graph: Graph, gradient: Node) -> tuple[Instruction, ...]:
-    """Return the nodes that compute a Gradient node's ``y`` from its inputs; refuse if other inputs are needed."""
+    """Return the nodes that compute a Gradient node's ``y`` from its inputs. `ModelError` if there are none, or if they
+    also need other inputs of the graph."""
     names = differentiated(gradient)
     inner = {*names.xs, *names.zs}
     needed, chosen = {names.y}, []

@@ -121,7 +121,8 @@ class OnnxModule(nn.Module):
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Execute a node and return its results: NumPy arrays if inputs are known and results small, else tensors."""
+        """Execute a node and return its results: NumPy arrays if inputs are known and results small, else tensors.
+        Errors become a `ModelError`, except for lack of memory and those of `VALUES_DECIDE`."""
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
@@ -146,7 +147,8 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Execute one node, add its results to ``values``, and return the results."""
+        """Execute one node, move its results to the device of the first tensor in ``values``, add them there, and
+        return them."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
         # Tensors made from known values (NumPy arrays) are on the CPU.
@@ -157,7 +159,8 @@ class OnnxModule(nn.Module):
         return results
 
     def _differentiate(self, step: Instruction, args: Sequence[Value]) -> tuple[Tensor, ...]:
-        """Return the results of an ONNX Gradient node: the derivatives of its ``y`` with respect to its ``xs``."""
+        """Return the results of an ONNX Gradient node: the derivatives of its ``y`` with respect to its ``xs``,
+        themselves differentiable if gradients are enabled."""
         names = differentiated(step.node)
         again = torch.is_grad_enabled()
         with torch.enable_grad():

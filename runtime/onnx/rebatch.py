@@ -110,7 +110,8 @@ class _Rebatching:
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
         """Run the graph without data at the wanted batch size, and replace a node's constants with the export's size
-        before it runs. ``before``: all values at the export's batch size, by name."""
+        before it runs. ``before``: all values at the export's batch size, by name. `ModelError` if a result does not
+        follow the batch."""
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -131,8 +132,8 @@ class _Rebatching:
     def _check_kept(
         self, node: Node, values: dict[str, Any], before: Mapping[str, KnownValue | None]
     ) -> None:
-        """Refuse a node that selects some samples of the batch, such as a Gather: its data has a batch axis, but no
-        result has one."""
+        """Raise `ModelError` for a node that selects some samples of the batch, such as a Gather. Its data has a batch
+        axis, but no result has one."""
 
         def has_batch(name: str) -> bool:
             old, new = before.get(name), _seen(values[name])

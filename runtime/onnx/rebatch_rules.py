@@ -88,8 +88,8 @@ def batch_axis(old: Shape, new: Shape) -> int | None:
 
 
 def _reshape(case: RebatchCase) -> Operands:
-    """Return the replaced shape of a Reshape of an input with the batch, unless the old one follows the batch; refuse
-    one without a place for it."""
+    """Return the new shape of a Reshape whose input has the batch; nothing if the old one follows the batch or
+    something is unknown. `ModelError` if the result has no axis for the batch."""
     target, axis, source = case.constant(1), case.axis(0), case.old[0]
     if target is None or axis is None or source is None or case.result is None:
         return {}
@@ -118,8 +118,8 @@ def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
 
 
 def _expand(case: RebatchCase) -> Operands:
-    """Return the replaced shape of an Expand: its batch axis scaled, or its first axis if the Expand makes that from
-    nothing or from size 1."""
+    """Return the new shape of an Expand: its batch axis scaled, or its first axis if the Expand makes that with an
+    export's batch above 1. Nothing in other cases."""
     target, source, new = case.constant(1), case.old[0], case.new[0]
     if target is None or source is None or new is None or case.result is None:
         return {}
@@ -175,7 +175,8 @@ def _recurrent(case: RebatchCase) -> Operands:
 
 
 def _gather(case: RebatchCase) -> Operands:
-    """Return the new indices of a Gather along an axis with the batch; refuse unless the export has a batch of one."""
+    """Return the new indices of a Gather along the batch axis; nothing along another axis. `ModelError` unless the
+    export has a batch of one and the indices are known, with a first axis of size 1."""
     places, axis, data = case.constant(1), case.axis(0), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or data is None or axis != along % len(data.shape):
@@ -202,8 +203,8 @@ def _gather_elements(case: RebatchCase) -> Operands:
 
 
 def _elementwise(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of an elementwise op: an input without a batch, as long as an axis with the batch,
-    is repeated."""
+    """Return the replaced inputs of an elementwise op. For an export of batch one, an input without a batch is repeated
+    if it is as long as another one's axis with the batch."""
     from_end: dict[int, int] = {}  # axes that contain the batch, counted from the last → their old sizes
     for at, seen in enumerate(case.old):
         axis = case.axis(at)

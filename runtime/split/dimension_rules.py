@@ -267,8 +267,7 @@ def _mean(one: Shaped, over: Set[int]) -> Mean | None:
 
 def product(text: str) -> Rule:
     """Return the rule of a product as `torch.einsum` writes it. A product with a bias, the first of three operands,
-    cannot be split along what it sums; one with a single tensor as two operands, along nothing unless both have equal
-    labels."""
+    cannot be split along what it sums. A tensor that is both operands with unequal labels cannot be split at all."""
     left, right = text.split("->")
     operands = left.split(",")
     summed = frozenset(left) - frozenset(right) - {","}

@@ -201,9 +201,9 @@ class _Pass:
         )
 
     def _grams(self, use: Use, ones: bool) -> tuple[Gram, Gram]:
-        """Return two ops for one use of a weight: one sums its inputs, with a one appended to each if ``ones``, the
-        other the gradients of its outputs. Raises `_NotTaken` if samples are to be rows and the rows cannot be divided
-        into samples."""
+        """Return two ops for one use of a weight: the first sums its inputs, with a one appended if ``ones``, the
+        second its output gradients. Raises `_NotTaken` if samples are to be rows and the rows cannot be divided into
+        samples."""
         reduce = self.options.approx == "reduce"
         samples = samples_of(self.step) if reduce else 0
         product = use.product

@@ -105,7 +105,8 @@ SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 @ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` at positions along ``axis``, combined by
-    ``reduction``. Known indices of a slice are written with ``slice_scatter`` if there is no reduction."""
+    ``reduction``; `ModelError` for an unknown one. Known indices of a slice are written with ``slice_scatter`` if there
+    is no reduction."""
     axis, how = integer(node, "axis", 0) % max(x.dim(), 1), text(node, "reduction", "none")
     if isinstance(indices, np.ndarray):
         at = _written_slice(indices, axis, x.shape) if how == "none" else None
@@ -141,8 +142,9 @@ def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
 
 @ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
-    """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by ``reduction``.
-    Known indices of a slice are written with ``slice_scatter`` if there is no reduction."""
+    """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by ``reduction``;
+    `ModelError` for an unknown one. Known indices of a slice are written with ``slice_scatter`` if there is no
+    reduction."""
     how, depth = text(node, "reduction", "none"), indices.shape[-1]
     if isinstance(indices, np.ndarray):
         at = picked_slice(list(indices.reshape(-1, depth).T), x.shape) if indices.size else None

@@ -38,8 +38,8 @@ def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and after each spatial axis, from ``pads`` or ``auto_pad``; refuse what ONNX does
-    not define."""
+    """Return the padding before and after each spatial axis, from ``pads`` or ``auto_pad``; `ModelError` for an unknown
+    mode or another number of pads."""
     rank, mode = len(sizes), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
         return (0,) * rank, (0,) * rank
@@ -71,7 +71,8 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 
 @ROWS.add("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes, kernel (C', C ÷ group, …) and bias (C') or None."""
+    """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes, else `ModelError`. ``w``: (C', C ÷ group, …). ``b``:
+    (C') or None."""
     rank = x.dim() - 2
     if rank not in CONV:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -84,7 +85,8 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
 
 @ROWS.add("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Run ONNX ConvTranspose on ``x`` (N, C, …), 1 to 3 spatial axes, kernel (C, C' ÷ group, …) and bias or None."""
+    """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes, else `ModelError`. ``w``: (C, C' ÷ group, …).
+    ``b``: (C') or None."""
     rank = x.dim() - 2
     if rank not in CONV_TRANSPOSE:
         raise refuse(node, f"{rank} spatial axes; 1, 2 and 3 are supported")
@@ -135,7 +137,8 @@ def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: 
 def _trained_batch_norm(
     node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise ``x`` by the batch. Return it with running statistics, ``old · momentum + batch · (1 − momentum)``."""
+    """Normalise ``x`` by the batch. Return the result and the new running statistics, ``old · momentum + batch · (1 −
+    momentum)``."""
     keep, eps = number(node, "momentum", 0.9), number(node, "epsilon", 1e-5)
     count = x.numel() // x.shape[1] if x.dim() > 1 else x.numel()
     if count == 1:  # one value per channel is the mean, and the variance is 0

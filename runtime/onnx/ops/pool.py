@@ -47,7 +47,8 @@ class Window:
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return a pooling window on ``x`` (N, C, …), by ONNX's output size; refuse a kernel that does not fit."""
+    """Return a pooling window on ``x`` (N, C, …), by ONNX's output size; `ModelError` if the kernel has another number
+    of axes."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:

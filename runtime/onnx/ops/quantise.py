@@ -19,8 +19,8 @@ QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
 
 def _along(node: Node, values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """Return a scale or zero point in a shape that can be broadcast to ``x``; refuse several dimensions without
-    ``block_size``."""
+    """Return a scale or zero point in a shape that can be broadcast to ``x``; `ModelError` for several dimensions
+    without ``block_size``."""
     if values.numel() == 1:
         return values.reshape(())
     if values.dim() == 1:
@@ -54,7 +54,7 @@ def _rounded(
     node: Node, x: Tensor, scale: Tensor, zero: Tensor | None, stated: int
 ) -> tuple[Tensor, torch.dtype]:
     """Return ``round(x / scale) + zero`` as int32, and the quantised type: that of ``zero``, else ONNX's number
-    ``stated`` (0 for uint8)."""
+    ``stated`` (0 for uint8). `ModelError` unless that type is in `QUANTISED`."""
     axis = integer(node, "axis", 1)
     dtype = ONNX_DTYPES.get(stated, torch.uint8) if zero is None else zero.dtype
     if dtype not in QUANTISED:
@@ -71,7 +71,8 @@ def _rounded(
 @ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run ONNX DequantizeLinear: ``(x − zero) · scale`` in the type ``output_dtype``, by default that of the scale.
-    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it."""
+    ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it. `ModelError` unless ``x`` is
+    int32 or in `QUANTISED`."""
     axis = integer(node, "axis", 1)
     if x.dtype not in QUANTISED and x.dtype != torch.int32:
         raise refuse(node, f"quantisation to {str(x.dtype).removeprefix('torch.')} is not supported")

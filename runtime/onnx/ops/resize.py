@@ -243,7 +243,8 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
 
 @ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
-    """Run ONNX Resize: interpolate to new sizes, else by scale factors; refuse a node with neither."""
+    """Run ONNX Resize: interpolate to ``sizes`` if given, else by ``scales``; `ModelError` without either. ``roi``:
+    starts, then ends, of the region for ``tf_crop_and_resize``."""
     along = ints(node, "axes") or tuple(range(x.dim()))
     along = tuple(a % x.dim() for a in along)
     region = (

@@ -60,8 +60,8 @@ def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
 
 @ROWS.add("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
-    """Run ONNX ConcatFromSequence along ``axis``, or stack if ``new_axis`` is set. The result is a NumPy array if
-    all elements are."""
+    """Run ONNX ConcatFromSequence along ``axis``, or stack if ``new_axis`` is set. The result is a NumPy array if all
+    elements are; `ModelError` if there are none."""
     axis, new = integer(node, "axis", 0), bool(integer(node, "new_axis", 0))
     if not items:
         raise refuse(node, "an empty sequence cannot be concatenated")

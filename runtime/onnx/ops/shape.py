@@ -134,8 +134,8 @@ def transpose(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
-    """Run ONNX Unsqueeze: insert axes of size 1 at the positions ``axes`` in the result; refuse equal ones and those
-    outside."""
+    """Run ONNX Unsqueeze: insert axes of size 1 at the positions ``axes`` in the result; `ModelError` for equal ones
+    and those outside."""
     wanted = known_ints(axes) or ()
     rank = x.dim() + len(wanted)
     places = {a % rank for a in wanted}

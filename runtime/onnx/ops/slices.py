@@ -90,8 +90,9 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
 
 @ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
-    """Run ONNX Pad before and after each of ``axes`` (None: all); negative padding crops. The constant is ``value``, or
-    0 for None. ``pads``: the padding before all axes, then after all axes."""
+    """Run ONNX Pad before and after each of ``axes`` (None: all), by ``mode``; negative padding crops. ``pads``: the
+    padding before all axes, then after all axes. ``value``: what the mode ``constant`` adds, 0 for None. `ModelError`
+    for an unknown mode."""
     mode, rank = text(node, "mode", "constant"), x.dim()
     fill = 0.0 if value is None or not value.size else value.reshape(()).item()
     along = [a % rank for a in (range(rank) if axes is None else known_ints(axes) or ())]
