@@ -83,7 +83,8 @@ def watched(step: Step, earlier: int = 0) -> tuple[Watched, Exception | None]:
 
 
 def error_faults(step: Step, seen: Watched, error: Exception) -> Comparison:
-    """Return the faults of a step that fails with its own checkpointing; `ModelError` if it does so without, too."""
+    """Return the faults of a step that fails with its own checkpointing; `ModelError` if the step fails without it,
+    too."""
     kinds = _recomputing(seen)
     try:
         _plain_results(step, kinds)
@@ -186,8 +187,9 @@ def _notes_of_noise(noise: StepDifferences) -> list[str]:
 def _without_rounding(
     step: Step, other: Step, path: Context, steps: Sequence[StepDifferences], seen: Watched | None
 ) -> tuple[list[StepDifferences], list[str]]:
-    """Return the differences of ``steps`` without those by rounding, and a note on these. They vanish in float64 or, if
-    that does not run, are small (`rounding_of`). ``other`` in ``path``: the plain steps."""
+    """Return the differences of ``steps`` without those by rounding, and a note on these; all if autocast differs in
+    ``seen``. Rounding vanishes in float64 or, if that does not run, is small (`rounding_of`). ``other`` in ``path``:
+    the plain steps."""
     tensors = [d for found in steps for d in found.tensors]
     if not tensors or (seen is not None and seen.autocast_differs):
         return list(steps), []

@@ -77,7 +77,8 @@ def unwrapped(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any],
 
 @contextmanager
 def compiled_anew(without_budget: bool = False) -> Iterator[None]:
-    """Compile anew inside of the block, since compiled code does not follow settings, and after it."""
+    """Compile anew inside of the block, since compiled code does not follow settings, and after it. ``without_budget``:
+    whether ``activation_memory_budget`` is 1 meanwhile."""
     with ExitStack() as stack:
         if without_budget:
             stack.enter_context(functorch_config.patch(activation_memory_budget=1.0))

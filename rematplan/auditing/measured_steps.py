@@ -51,7 +51,8 @@ def measured(step: Step, path: Context = nullcontext) -> Measured:
 
 
 def planned(step: Step, budget: int) -> Measured:
-    """Plan the step with its loss within ``budget`` bytes, or with the smallest peak that is found, and measure it."""
+    """Plan the step with its loss within ``budget`` bytes or, if no plan fits, with the smallest peak found, and
+    measure it."""
     with restored(step), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no plan of the user's: it is used here only
         planned_step = plan_module(

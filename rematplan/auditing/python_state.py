@@ -202,8 +202,8 @@ def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterato
 
 
 def state_of(holders: list[Holder]) -> dict[str, Any]:
-    """Return copies of all values that the holders have now, by name, except parameters and what PyTorch keeps in each
-    module. Other objects are represented by text."""
+    """Return copies of all values of `leaves` that the holders have now, by name, except parameters and what PyTorch
+    keeps in each module. Tensors and arrays of numbers are copied as tensors; other values become text."""
     return {
         path: _copy(leaf)
         for holder in holders

@@ -96,7 +96,8 @@ class Results:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the loss that an output has or is, else a weighted sum of its elements; `UsageError` if none trains."""
+    """Return the tensor ``loss`` of an output, or the output's first floating-point tensor if it has one element.
+    Otherwise return a weighted sum of all tensors that require gradients; `UsageError` if there are none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -111,7 +111,8 @@ def fit(
 
 
 def answer(model: SizedModel, asked: Question, largest: bool, progress: Progress = silent) -> Fit:
-    """Return whether a model's training step fits, and if ``largest``, the largest size that fits."""
+    """Return whether a model's training step fits, and if ``largest``, the largest size that fits. `UsageError` or
+    `ModelError` if the model cannot be made or captured at the size in question."""
     compile_kernels(progress)  # before the seconds of searches count
     sizes = SizeSearch(model, asked, progress)
     progress(0.1, f"{model.dimension} {model.size}")

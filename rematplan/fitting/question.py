@@ -119,7 +119,8 @@ def question(
     max_overhead: float | None,
     strategy: str | Strategy | None = None,
 ) -> Question:
-    """Return what the arguments of `fit` ask; `UsageError` for an unknown type or optimizer, or a negative overhead."""
+    """Return what the arguments of `fit` ask; `UsageError` for an unknown type, optimizer, kind of costs or strategy, a
+    malformed memory, or a negative overhead."""
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
@@ -164,8 +165,8 @@ def typed(made: WithoutData, asked: Question) -> WithoutData:
 
 
 def optimizer_bytes(made: WithoutData, asked: Question) -> Reserved:
-    """Return the bytes of an optimizer's state and of its step's temporaries, on the device that was asked for;
-    `UsageError` if it fails on tensors without data."""
+    """Return the bytes of an optimizer's state and of its step's temporaries, on the device that was asked for; none if
+    no optimizer is. `UsageError` if it fails on tensors without data."""
     if asked.optimizer is None:
         return Reserved()
     device = torch.device("cuda", 0) if asked.accelerator else CPU

@@ -260,9 +260,9 @@ class SizeSearch:
         )
 
     def _planned(self, without: int, proven: int) -> int:
-        """Return the largest size at which a plan is found that fits, from ``without`` to ``proven``. The bounds are
-        often tight, and each search takes seconds, so that ``proven`` is tried first, then where plans found so far
-        cease to fit."""
+        """Return the largest size at which a plan is found that fits, from ``without`` to ``proven``; 0 if there is
+        none. The bounds are often tight, and each search takes seconds. So ``proven`` is tried first, then where plans
+        found so far cease to fit."""
         rows, unit, ahead = self._rows.items(), self.model.unit, 0
         low, high = max([without, *(n for n, row in rows if row.fits)]), proven + unit
         size = min([proven, *(n for n, row in rows if n > low)])

@@ -18,8 +18,9 @@ LEAST_GAIN = 0.1
 
 
 def owners(sides: Mapping[str, tuple[Factor, Factor]], ranks: int) -> dict[FactorPart, int]:
-    """Return the rank that owns each Kronecker factor, or both factors (0, 1) of a layer, with inversion time divided
-    evenly. ``sides``: the factors of each layer, in the same order in all processes."""
+    """Return the rank that owns each Kronecker factor, or both factors (0, 1) of a layer. Costs of inversions are
+    divided about evenly over ``ranks`` processes. ``sides``: the factors of each layer, in the same order in all
+    processes."""
     even = sum(a.cost + g.cost for a, g in sides.values()) / ranks
     jobs: dict[FactorPart, float] = {}
     for name, (a, g) in sides.items():

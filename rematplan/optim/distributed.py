@@ -129,8 +129,8 @@ class Ranks(Exchange):
         self._routes.send(made)
 
     def gradients(self, gradients: Mapping[str, Tensor], rows: float) -> Mapping[str, Tensor]:
-        """Return the mean gradients, weighted by ``rows``, of the layers that this process works on; as they
-        are without ``reduce_gradients``."""
+        """Return the mean gradients, weighted by ``rows``, of the layers that this process works on. Without
+        ``reduce_gradients``, return their gradients as given."""
         places = {name: self._places[name] for name in gradients}
         here = self._grid.here
         if not self._reduce:
@@ -148,8 +148,8 @@ class Ranks(Exchange):
     def updates(
         self, names: Collection[str], updates: Mapping[str, Tensor], product: Tensor
     ) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the updates of all layers ``names``, and the sum of ``product`` over all of them, by
-        broadcasts within blocks."""
+        """Return the updates of all layers ``names``, exchanged by broadcasts within the block, and the sum of
+        ``product`` over the block's processes. A block of one process has both already."""
         # A block of one process has computed all updates.
         if self._grid.width == 1:
             return updates, product

@@ -37,8 +37,8 @@ class InverseRoutes:
         self._routes = sorted(route for route in routes if not alone or route[0] != route[1])
 
     def send(self, made: Mapping[str, tuple[int, ...]]) -> None:
-        """Send the factors ``made`` (0 or 1, by weight name) in this process, and store received ones. All
-        processes must call this."""
+        """Send this process's new inverses ``made`` (of factors 0 or 1, by weight name) to the layers' workers, and
+        store received ones. All processes must call this."""
         grid = self._grid
         for source, place in self._routes:
             relay = source - source % grid.width + place

@@ -138,7 +138,8 @@ class Layer:
 
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
-    """Return the trained layers with factors, by weight name. ``forms``: their factors on the device ``meta``."""
+    """Return the trained layers with factors, by weight name. ``forms``: their factors on the device ``meta``; ``how``:
+    the method of inversion, as in `Factor`."""
     named = dict(model.named_parameters())
     return {
         name: layer(name, forms[name], weight, named.get(forms[name].bias_name or ""), how)

@@ -10,8 +10,8 @@ Job = TypeVar("Job")
 
 
 def longest_first(costs: Mapping[Job, float], slots: int) -> dict[Job, int]:
-    """Assign jobs to slots of about equal cost, the longest first: at most 4/3 of the smallest possible (Graham 1969).
-    The result depends on ``costs`` and its order alone."""
+    """Assign jobs to slots, numbered from 0, the longest first: the largest sum of costs in a slot is at most 4/3 of
+    the smallest possible (Graham 1969). The result depends on ``costs`` and its order alone."""
     loads = [(0.0, slot) for slot in range(slots)]
     found = {}
     for job in sorted(costs, key=lambda job: -costs[job]):

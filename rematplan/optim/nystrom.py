@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def nystrom(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return about the ``rank`` largest eigenvalues, descending, (…, rank), and their eigenvectors, (…, n, rank).
-    ``start``: vectors that span about their space; missing ones are random with a fixed seed."""
+    """Return about the ``rank`` largest eigenvalues, descending, (…, rank), and the eigenvectors of these, (…, n,
+    rank). ``start``: vectors that span about the same space; missing ones are random with a fixed seed."""
     # Scaled to a largest diagonal entry of 1: a norm squares entries, which may overflow or underflow float32.
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
     scale = torch.where(largest > 0, largest, torch.ones_like(largest))

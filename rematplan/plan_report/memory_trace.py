@@ -26,8 +26,8 @@ class Allocation:
 
 
 def allocations(replayed: Replay) -> Iterator[Allocation]:
-    """Yield what a plan allocates and frees, in order: inputs first, then for each run its writes and its workspace.
-    Each tensor has an address of its own."""
+    """Yield what a plan allocates and frees, in order: inputs first, then for each run its writes, its workspace and
+    the tensors freed after it. Each allocation has an address of its own; what is there at the end is not freed."""
     top = FIRST_ADDRESS
 
     def address(size: int) -> int:

@@ -50,7 +50,8 @@ def subject_of(graph: TrainingGraph, plan: Plan, calls: Iterable[Call] = ()) -> 
 
 
 def report(subject: Subject, progress: Progress = silent) -> Report:
-    """Return the page about a plan, with the plans of a fast strategy down to its peak."""
+    """Return the page about a plan, with the plans of a fast strategy down to its peak if the problem has fewer than
+    `MANY` ops. `UsageError` without the package plotly."""
     fast = {ApproxDP.name: ApproxDP()} if len(subject.graph.ops) < MANY else {}
     curves, _ = trace_curves(subject.graph, fast, [subject.plan.peak], progress)
     others = tuple(p for plans in curves.values() for p in plans)

@@ -218,8 +218,8 @@ class _Picture:
             )
 
     def summary(self) -> str:
-        """Return lines of text for the diagram: the peak without recomputation, the smallest peak of all plans, and the
-        proven least peak."""
+        """Return lines of text for the diagram: the peak without recomputation, the smallest peak of all plans if that
+        is smaller, and the proven least peak if one is known."""
         base = self.base.estimate.peak
         lines = [f"no recompute: {show_bytes(base)}"]
         least = min(self.plans, key=by_peak, default=self.base)
@@ -236,8 +236,8 @@ class _Picture:
 
 
 def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[float, float]]:
-    """Return the largest overhead proven for each stated budget or a larger one, as pairs (budget ÷
-    ``scale``, percent), by rising budget."""
+    """Return the largest finite overhead proven for each stated budget or a larger one, as pairs (budget ÷ ``scale``,
+    percent), by rising budget."""
     known = [(p.budget, p.lower_bound) for p in plans if p.budget is not None and p.lower_bound is not None]
     found: list[tuple[float, float]] = []
     highest = 0.0
@@ -250,7 +250,8 @@ def _proven(floors: Floors, plans: Sequence[Plan], scale: int) -> list[tuple[flo
 
 
 def _add_share_axis(axes: Axes, one_percent: float) -> None:
-    """Add an axis at the top in percent of the peak without recomputation. ``one_percent``: in the lower's unit."""
+    """Add an axis at the top in percent of the peak without recomputation. ``one_percent``: one percent of that peak in
+    the unit of the lower axis."""
 
     def to_share(x: Any) -> Any:  # numbers or arrays
         return x / one_percent

@@ -207,8 +207,8 @@ def step_table(name: str, report: StepReport) -> Table:
 
 
 def comparison_table(name: str, budget: int, rivals: Sequence[Rival]) -> Table:
-    """Return a table of plans within ``budget`` bytes: fit, peak, extra time and error, with plain autograd
-    if the first was run."""
+    """Return a table of plans: whether each fits ``budget`` bytes, its peak, extra time and error. Plain autograd is
+    its last row if the first plan was run."""
     columns = (
         "fits",
         "predicted\npeak",
