@@ -15,9 +15,7 @@ DROPOUT = 0.1
 
 class BERT(nn.Module):
     """BERT: from token numbers (N, T) to scores of each token (N, T, ``vocabulary``), with T ≤ ``positions``.
-
-    ``kinds``: the segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa.
-    """
+    ``kinds``: the number of segment embeddings, of which the first is used: 2 in BERT, 1 in RoBERTa."""
 
     def __init__(
         self,

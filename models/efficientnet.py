@@ -53,11 +53,9 @@ class SqueezeExcite(nn.Module):
 
 
 class MBConv(nn.Module):
-    """An inverted residual block with squeeze-and-excitation. The input is added if it has the result's
-    shape.
-
-    ``expansion``: hidden ÷ input channels; ``drop``: the rate of stochastic depth.
-    """
+    """An inverted residual block with squeeze-and-excitation. The input is added if it has the result's shape.
+    ``expansion``: hidden ÷ input channels. ``size``: the depthwise kernel's side, odd. ``drop``: the rate of stochastic
+    depth."""
 
     def __init__(
         self, in_channels: int, out_channels: int, expansion: int, size: int, stride: int, drop: float

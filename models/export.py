@@ -53,9 +53,8 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` if the block succeeds; ``path`` itself if it is a device
-    or a pipe.
-    """
+    """Yield a temporary file that replaces ``path`` if the block succeeds; ``path`` itself if it is a device or a pipe.
+    IsADirectoryError if it is a folder."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced

@@ -38,9 +38,8 @@ def conv_norm(
     groups: int = 1,
     act: Callable[[], nn.Module] | None = None,
 ) -> nn.Sequential:
-    """Return three layers: a convolution without bias, batch norm, and the activation that ``act`` makes. There is no
-    activation if ``act`` is None.
-    """
+    """Return three layers: a convolution without bias, batch norm, and the activation that ``act`` makes, none if
+    ``act`` is None. ``size``: the kernel's side, odd; with stride 1 the image size stays."""
     layers: list[nn.Module] = [
         nn.Conv2d(in_channels, out_channels, size, stride, size // 2, groups=groups, bias=False),
         nn.BatchNorm2d(out_channels),

@@ -101,11 +101,8 @@ def feed_forward(width: int, gelu: str = "none") -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block for (..., tokens, ``width``): x + attention(norm(x)), then x +
-    mlp(norm(x)).
-
-    ``after``: makes a layer, such as dropout, for each addition.
-    """
+    """A pre-norm transformer block for (..., tokens, ``width``): x + attention(norm(x)), then x + mlp(norm(x)).
+    ``gelu``: as in `feed_forward`. ``after``: makes a layer, such as dropout, for each addition."""
 
     def __init__(
         self,

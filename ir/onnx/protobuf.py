@@ -61,7 +61,7 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
 
 
 def _parse(path: Path) -> onnx.ModelProto:
-    """Return the protobuf message of an ONNX file; `ModelError` if the file cannot be read or is no ONNX model, or its
+    """Return the protobuf message of an ONNX file. `ModelError` if the file cannot be read or is no ONNX model, or its
     graph has neither nodes nor outputs."""
     try:
         data = Path(path).read_bytes()

@@ -163,7 +163,8 @@ class _InChannelsLast:
         return replace(self.captured, outputs=outputs, calls=tuple(self.calls), values=self.values)
 
     def _follow(self, call: Call) -> None:
-        """Append a call, with copies of operands whose layouts it does not take."""
+        """Append a call, with copies of operands whose layouts it does not take; `_CannotRestore` if no copies have
+        layouts that it takes."""
         images = [call.args[at].value for at in IMAGES.get(packet(call), ())]
         if _convolves(self.captured, call) or self._norms_changed(call, images):
             done = self._append(call, {name: self._in_channels_last(name, call) for name in images})
@@ -184,8 +185,8 @@ class _InChannelsLast:
         )
 
     def _append(self, call: Call, instead: Mapping[str, str]) -> bool:
-        """Append a call that reads other values, ``instead`` of some of its own; return whether its op can read their
-        layouts."""
+        """Append a call in which the values of ``instead`` replace its operands of these names. Return whether its op
+        can read their layouts; else nothing is appended."""
         names = {name: instead.get(name, name) for name in call.operands}
         if all(self.values[new] is self.captured.values[old] for old, new in names.items()):
             self.values |= {name: self.captured.values[name] for name in call.made}

@@ -89,7 +89,9 @@ class Network:
     def _augment(
         self, source: object, sink: object, distance: Mapping[object, int], following: dict[object, int]
     ) -> bool:
-        """Send flow along one path on which the distance grows by one an arc, and return whether there was one."""
+        """Send flow along one path on which the distance grows by one an arc, and return whether there was one.
+        ``distance``: of nodes from ``source``. ``following``: by node, its first arc that is not exhausted, updated
+        here."""
         path: list[int] = []
         node = source
         while node != sink:

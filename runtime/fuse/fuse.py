@@ -105,11 +105,8 @@ class FusedStep:
 
 
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS, known: FusedStep | None = None) -> FusedStep:
-    """Return the step with a compiled kernel for each region's ops; regions that cannot be compiled keep their ops.
-
-    ``known``: a fused step of the same structure with other sizes. Its regions are used, and where its kernels have
-    open sizes, these.
-    """
+    """Return the step with a compiled kernel for each region. A region that cannot be compiled keeps its ops; one that
+    would raise the peak is cut in two. Without any kernel, the step is returned as it was."""
     if known is not None and step.open_sizes is not None:
         return _alike(step, step.open_sizes.values, kernels, known)
     captured, step = step, in_channels_last(step)

@@ -86,7 +86,8 @@ def begin(
 
 @contextmanager
 def _without_waiting() -> Iterator[list[Callable[[], None]]]:
-    """Inductor does not wait for its compilers meanwhile in this thread. The list receives what waits for them."""
+    """Keep Inductor, in this thread and inside of the block, from waiting for its compilers. The list that is yielded
+    receives functions that wait for them."""
     waits: list[Callable[[], None]] = []
     before, here = compat.AsyncCompile.wait, get_ident()
 

@@ -289,8 +289,8 @@ def _opened(ops: RegionOps, symbols: SizeSymbols, tried: tuple[int, int]) -> Ope
 
 
 def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) -> tuple[int, int]:
-    """Run a kernel on synthetic numbers, and check its results. Return the bytes of its workspace, and those that
-    the check takes."""
+    """Run a kernel on synthetic numbers, and check its results; `CannotFuse` if they fail. Return the bytes of its
+    workspace, and those that the check takes."""
     arguments = SyntheticArguments(step)
     call = Call("", ops, tuple(map(Ref, region.inputs)), {}, ())
     sizes = tuple(map(int, ops.sizes.given)) if ops.sizes else ()
@@ -333,8 +333,8 @@ def _check_result(name: str, found: torch.Tensor, eager: torch.Tensor, exact: to
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``; infinite if a number of
-    only one of them is no number."""
+    """Return the L2 norm of the difference to ``exact``, relative to the norm of ``exact``; infinite if only one of the
+    two has NaN somewhere. Equal infinite numbers do not count."""
     # What is infinite in float64 too, such as masked scores, must not hide the rest.
     same = (found == exact) | (found.isnan() & exact.isnan())
     difference = (found.double() - exact.double()).masked_fill_(same, 0.0).nan_to_num_(torch.inf)

@@ -80,7 +80,8 @@ class Regions:
     def _with_siblings(
         self, parents: Mapping[str, list[str]], place: Mapping[str, Place]
     ) -> dict[str, list[str]]:
-        """Connect each pointwise op that would be no part of a region with one that reads the same numbers."""
+        """Return ``parents`` with one more for each pointwise op that would be no part of a region: an op of the same
+        place that reads the same numbers, if there is one."""
         connected = {name for child, found in parents.items() if found for name in (child, *found)}
         reading: dict[tuple[Place, str], str] = {}
         ordered = sorted(parents, key=self.position.__getitem__)
@@ -109,8 +110,8 @@ class Regions:
         return tuple(found)
 
     def regions(self, groups: Sequence[Group]) -> tuple[Region, ...]:
-        """Return the regions of a step that has exactly these. Those that read nothing, or whose results nothing reads,
-        are left out."""
+        """Return the groups as regions, with what each reads and returns in a step that has exactly these. Those that
+        read nothing, or whose results nothing reads, are left out."""
         again = self._computed_again(groups)
         found = [self._region(names, again) for names in groups]
         needed = self._needed({name: region for region in found for name in region.names})
