@@ -188,7 +188,8 @@ class InPlace(HasRunner):
         return runner(original, args, kwargs)
 
     def _plan_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the first plans, and say so in one line."""
+        """Make the first plans. Print one line about them if the model is planned as a whole; in parts, the parts have
+        printed it."""
         runner = self._rematplan
         runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))

@@ -253,7 +253,8 @@ def _of_zoo(name: str, sizes: Sizes, seed: int, weightless: bool, device: torch.
 
 
 def captured(loaded: LoadedModel) -> LoadedStep:
-    """Return a loaded model with its captured training step, and a note if some trained parameters get no gradient."""
+    """Return a loaded model with its captured training step, and a note if some trained parameters get no gradient.
+    `ModelError` if the step cannot be captured."""
     module, batch, notes = loaded.module, loaded.batch, loaded.notes
     with loaded.mode:
         ready, step = capture_call(module, tuple(batch), {}, loaded.name)
@@ -270,7 +271,8 @@ def _empty_input(value: Value) -> torch.Tensor:
 
 
 def _random_input(value: Value, generator: torch.Generator) -> torch.Tensor:
-    """Return random numbers for a graph's input: normal, true, or integers 0 and 1, which are valid indices."""
+    """Return numbers for a graph's input, by its type: normal random numbers, True, or random integers 0 and 1, which
+    are valid indices."""
     dtype = torch_dtype(value.dtype, f"the graph input {value.name!r}")
     shape = value.shape or ()
     check_fits(math.prod(shape) * dtype.itemsize, f"the graph input {value.name!r}'s numbers")

@@ -114,7 +114,7 @@ def fill(
     more: Sequence[fx.Node] = (),
 ) -> None:
     """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place,
-    and append ``more``."""
+    and append ``more``. ``sizes``: the half's nodes of sizes, by the joint graph's names."""
     output = module.graph.find_nodes(op="output")[0]
     given = iter(output.args[0])
 

@@ -58,8 +58,8 @@ def dimension(text: str) -> tuple[str, int]:
 
 
 def dimension_or_range(text: str) -> tuple[str, int | range]:
-    """Read ``batch=8`` as ``("batch", 8)``, ``batch=1..64`` as ``("batch", range(1, 65))``, ``length=8..64..8`` as
-    multiples of 8. A range includes both ends, and has 2 to `MOST_SIZES` sizes; else `ArgumentTypeError`."""
+    """Read ``batch=8`` as ``("batch", 8)``, ``batch=1..64`` as ``("batch", range(1, 65))``, and ``length=8..64..8`` in
+    steps of 8. A range includes both ends, and has 2 to `MOST_SIZES` sizes; else `ArgumentTypeError`."""
     name, equals, sizes = text.rpartition("=")
     ends = sizes.split("..")
     if not (name and equals and 2 <= len(ends) <= 3):

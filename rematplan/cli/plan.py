@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add options of a search: budget, strategy, splits and kernels. ``required``: whether ``--budget`` is."""
+    """Add options of a search: budget, strategy, splits and kernels. ``required``: whether ``--budget`` is required."""
     parser.add_argument(
         "--budget",
         required=required,
@@ -110,7 +110,8 @@ def _error(source: Source, plan: Plan) -> float:
 
 def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Source, Plan]:
     """Plan a problem as the arguments say, or load the plan that they name. Return the problem, with notes, and its
-    plan. With inverses that round, the plan may belong to the step without them."""
+    plan; `InfeasibleBudget` if no plan is found. With inverses that round, the plan may belong to the step without
+    them."""
     graph, stated = source.graph, args.budget
     asking = asking_for_units(parse_budget(stated), graph) if stated else nullcontext()
     if source.loaded is None:

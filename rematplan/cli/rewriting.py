@@ -43,8 +43,8 @@ def add_rewriting(parser: argparse.ArgumentParser, *, curve: bool = False) -> No
 
 
 def stated_rewriting(args: argparse.Namespace) -> Rewriting:
-    """Return what the arguments ask for; `UsageError` for a mixture of modules and words. Commands may lack the
-    options."""
+    """Return what the arguments ask for; `UsageError` for a mixture of modules and words. Commands without the options
+    ask for neither splits nor fused kernels."""
     from rematplan.plans.options import stated_splits
 
     stated = getattr(args, "split", [])

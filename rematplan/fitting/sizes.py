@@ -246,7 +246,8 @@ class SizeSearch:
         )
 
     def largest(self) -> LargestSizes:
-        """Return the largest sizes that fit."""
+        """Return the largest sizes that fit without and with a plan, the size from which on none can fit, and the
+        fastest size."""
         without = self._last(lambda n: self.base(n).peak, self.budget)
         proven = self._last(self.least, self.asked.memory)
         top = self._top

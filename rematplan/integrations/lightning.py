@@ -57,7 +57,8 @@ class RematplanCallback(Callback):  # type: ignore[misc]
         """The planned part until its first step has ended."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a trainer that tries batch sizes, since these trials run without a plan; warn of untested versions."""
+        """Raise `UsageError` for a trainer that tries batch sizes, since these trials run without a plan; warn of
+        untested versions."""
         del pl_module, stage
         warn_if_untested("pytorch-lightning", TESTED)
         kinds = {kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__}

@@ -65,8 +65,8 @@ def register_budget(budget: str | int, name: str = "rematplan") -> None:
 
 
 def _saved_within(gm: fx.GraphModule, budget: int) -> list[str]:
-    """Return the names of the nodes that a graph saves: in the order of their value, as many as fit; `InfeasibleBudget`
-    if it exceeds the budget even without saved nodes."""
+    """Return the names of the nodes that a graph saves: in the order of their value, as many as fit. `InfeasibleBudget`
+    if the graph exceeds the budget even without saved nodes."""
     nodes = sorted(filter(_may_be_saved, gm.graph.nodes), key=_value, reverse=True)
     names = [node.name for node in nodes]
     smallest = _peak_saving(gm, names[:0])

@@ -150,7 +150,7 @@ class Captures:
     def _with_known_plan(
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
-        """Return an entry whose plan was found at other sizes, without making the step of these; None if no plan is
+        """Return an entry with a plan of other sizes, without making the step of the call's sizes; None if no plan is
         known to fit. ``arrived``: as in `Steps`."""
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes

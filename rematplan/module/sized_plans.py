@@ -133,8 +133,9 @@ class SizedPlans:
     def compiler(
         self, sizes: SizeValues, made: Callable[[], CapturedStep]
     ) -> Callable[[StepPlan], CompiledPlan] | None:
-        """Return a function that compiles plans for certain sizes, each schedule once for all; None if batches of this
-        pattern had several structures. ``made``: makes the captured step of these sizes."""
+        """Return a function that compiles plans for certain sizes, each schedule once for all sizes. None if no
+        batch of this pattern was learned, or they had several structures. ``made``: makes the captured step of these
+        sizes."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None:
             return None

@@ -104,8 +104,9 @@ def verify(
 def tensor_differences(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> list[Difference]:
-    """Return what differs between the tensors of two runs, by at least a bit, or because one run lacks it. Gradients'
-    names begin with ``gradient``."""
+    """Return what differs between the tensors of two runs, by at least a bit, or because one run lacks it. Names of
+    gradients begin with ``gradient``: their differences are relative to at least `FLOOR` of the norm of all
+    gradients."""
     gradients = [_wide(t).norm() for name, t in expected.items() if name.startswith("gradient ")]
     floor = FLOOR * float(torch.stack(gradients).norm()) if gradients else 0.0
     differences = []

@@ -36,8 +36,8 @@ def _of_owner(name: str, states: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_whole(state: Mapping[str, Any], owned: Collection[FactorKey]) -> None:
-    """Raise a UsageError if a ``state_dict`` lacks the average of a factor that this process inverts and that
-    had statistics."""
+    """Raise a UsageError if a ``state_dict`` lacks the average of a factor that had statistics and is in ``owned``, the
+    factors that this process inverts."""
     layers = state[LAYERS]
     missing = [
         name

@@ -83,8 +83,8 @@ class Rehearsal:
         self._patches = Patches({one.model: partial(self._part, name, one) for name, one in own.items()})
 
     def run(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        """Rehearse a call of the model, restore all state, and return what was measured. It holds only if ``unfit`` is
-        empty afterwards."""
+        """Rehearse a call of the model, restore all state, and return what was measured, which is valid only if
+        ``unfit`` is empty afterwards."""
         self._live = LiveBytes([*named_tensors(self.model).values()])
         leaves = flattened_call(args, kwargs)[0]
         self._given = tensors_in(leaves)
@@ -267,8 +267,8 @@ class Rehearsal:
             return self._groups[-1]
 
     def _capture(self, name: str, tracing: Tracing, function: Any, key: Hashable) -> EqualParts | None:
-        """Return what a module's capture serves, or None if it is not planned; `ModelError` if a stated one cannot
-        be captured."""
+        """Capture a module, and return the new parts that the capture serves. If the module is not planned, note why
+        and return None; `ModelError` if a stated one cannot be captured."""
         try:
             found = Captures(name, most=1).captured(tracing)
             why = "" if self.stated else _unsuitable(found)

@@ -77,8 +77,8 @@ ALONE = DataParallel()
 
 
 def check_precision(number: int, stage: nn.Module) -> None:
-    """Raise a UsageError if FSDP2 converts a stage's parameters, outputs or gradients, whose types the plan
-    relies on."""
+    """Raise a UsageError, which names stage ``number``, if FSDP2 converts the stage's parameters, outputs or gradients,
+    whose types the plan relies on."""
     for part in stage.modules():
         state = getattr(part, "_get_fsdp_state", None)
         policy = getattr(state(), "_mp_policy", None) if state else None

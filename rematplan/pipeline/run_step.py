@@ -308,7 +308,7 @@ def _gradient_errors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
 ) -> dict[str, float]:
     """Return, by name, the errors of the gradients of ``ours`` relative to those of ``theirs`` (`LEAST_NORM`). An error
-    is infinite if only one has a gradient, unless that is zero and of ``ours``."""
+    is infinite if only one of the two has a gradient, except zeros in ``ours``."""
     wanted = [theirs[n].grad for n in names]
     norms = [float(g.double().norm()) for g in wanted if g is not None]
     least = LEAST_NORM * math.hypot(*norms) if norms else 0.0

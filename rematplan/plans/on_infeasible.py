@@ -53,7 +53,8 @@ def plan_over_budget(error: InfeasibleBudget, how: str, graph: TrainingGraph, na
 @contextmanager
 def explaining_refusals(options: PlanOptions, store: PlanStore, graph: TrainingGraph) -> Iterator[None]:
     """Raise an `InfeasibleBudget` of the block again with what the user may change: memory for a loss, a percentage
-    that an earlier plan fixed, or a missing unit. A proof that needs the default memory of a loss is not called one."""
+    that an earlier plan fixed, or a missing unit. It is no longer called proven if only the default memory of a loss
+    makes it so."""
     try:
         yield
     except InfeasibleBudget as error:

@@ -107,9 +107,9 @@ class Planner(StepProblems):
         return replace(self, scope=f"{self.scope} in training")
 
     def plan(self, step: CapturedStep, first: bool = False, progress: Progress | None = None) -> StepPlan:
-        """Split, fuse and invert a step as the options say, plan it, and return the changed step with its plan. If no
-        plan fits, ``on_infeasible`` decides; if that is unset, `InfeasibleBudget` is raised with ``first`` or an empty
-        store."""
+        """Split and fuse ops of a step and add inverses as the options say, plan it, and return the changed step with
+        its plan. If no plan fits, ``on_infeasible`` decides; if that is unset, `InfeasibleBudget` is raised with
+        ``first`` or an empty store."""
         first = first or not self.store
         changed = self.rewritten(step, first)
         for note in changed.notes:
@@ -296,7 +296,7 @@ class Planner(StepProblems):
 
     def adding_to_gradients(self, plan: Plan, gradients: int, names: Set[str]) -> Planner | None:
         """Return the planner of steps that begin with ``gradients`` bytes of earlier gradients of the parameters
-        ``names``. None if ``plan`` fits with them, or plans may not be used at other sizes."""
+        ``names``. None if ``plan`` fits with them or has no budget, or plans may not be used at other sizes."""
         if (
             self.options.split != UNSPLIT
             or not self.bounds_one_call
@@ -423,8 +423,8 @@ class Planner(StepProblems):
 
 
 def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, most: int) -> StepPlan | None:
-    """Return the plan that ``within`` finds for the smallest peak that ``error`` names. While it refuses with a larger
-    smallest peak, try that one; None if the next to try does not grow or is not below ``most`` bytes."""
+    """Return the plan that ``within`` finds for the smallest peak that ``error`` names. While ``within`` refuses with a
+    larger smallest peak, try that. None if the next peak is not larger, or not below ``most`` bytes."""
     while error.smallest < most:
         try:
             return within(error.smallest)

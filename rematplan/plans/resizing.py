@@ -123,8 +123,8 @@ class Resizing:
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
         """Return the cheapest known plan that fits at certain sizes, with ``self.step``; None if no plan is known to
-        fit. If ``waiting`` is None and the plan recomputes, it has a search for a better one. ``sizes``, ``nominal``:
-        as in `Corner`."""
+        fit. If ``waiting`` is None and the plan recomputes, the result has a search for a better one. ``sizes``,
+        ``nominal``: as in `Corner`."""
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
         if amounts is None or plan is None:

@@ -177,7 +177,8 @@ def _noted(
 
 
 def _about_rows(problems: StepProblems, step: CapturedStep, choice: SplitChoice) -> str:
-    """Return text on whether rows have the same bits in parts: as was tested here if costs are measured here."""
+    """Return text on whether rows have the same bits in parts: tested here if costs are measured here, else assumed for
+    parts of `ROWS` rows or more."""
     if problems.options.costs != PROFILE:
         lengths = [b - a for kind, k in choice.items() for a, b in pairwise(bounds_of(kind[0], k))]
         short = f"; parts of fewer than {ROWS} may round otherwise" if min(lengths) < ROWS else ""
@@ -233,8 +234,8 @@ def _parts(choice: SplitChoice) -> int:
 
 
 def _candidates(kinds: Sequence[SplitKind], first: SplitChoice, least: SplitChoice) -> Iterator[SplitChoice]:
-    """Yield choices of splits to try: the first that may fit, the one of the least bound, and those in which more is
-    split."""
+    """Yield choices of splits to try: ``first``, the first that may fit, those in which more is split, and ``least``,
+    the one of the least bound."""
     large = [kind for kind in kinds if _saved(kind) >= LARGE * sum(map(_saved, kinds))]
     yield first
     found = [first]
@@ -330,8 +331,8 @@ class _Chooser:
 
 def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
     """Return ``error``, that no plan fits, with what is known of splits. Its floor becomes that of any splits
-    (``auto``) or is said to be that of the stated ones. If none were asked for, it says how small a peak splits reach,
-    if smaller."""
+    (``auto``) or is said to be that of the stated ones. If none were asked for, a hint says how small a peak splits
+    reach, if smaller."""
     asked = problems.options.split
     if isinstance(asked, tuple):
         return replace(error, floor=f"{error.floor}, with the stated splits")

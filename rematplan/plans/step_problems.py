@@ -51,8 +51,8 @@ class StepProblems:
         return with_exact_inverses(step)
 
     def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
-        """Make the planning problem of a captured step, with the loss, the ops that run once and the reserved bytes
-        of the user's options."""
+        """Make the planning problem of a captured step, with the loss, the ops that run once and the reserved bytes of
+        the user's options. `UsageError` if the policy names no module or op of the step."""
         asked = self.options
         error = asked.max_inversion_error
         priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)

@@ -156,7 +156,8 @@ def _cells(plan: Plan, base: Plan) -> tuple[str, ...]:
 
 
 def measured_table(name: str, measured: Sequence[MeasuredPlan]) -> Table:
-    """Return a table of measured peaks and times; overheads are relative to the first item, without recomputation."""
+    """Return a table of measured peaks and times. Overheads are relative to the first item, the plan without
+    recomputation."""
     table = figures_table(
         f"{name}: measured on this machine, median of {len(measured[0].seconds)} rounds",
         "strategy",
