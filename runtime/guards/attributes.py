@@ -97,8 +97,8 @@ class Reads:
         return self.owners.get(id(object.__getattribute__(holder, "__dict__")))
 
     def note(self, holder: Any, name: str, value: Any) -> None:
-        """Record that the forward read an attribute, unless it set it before, `ModuleState` covers it, its name begins
-        with ``__``, or the holder is unknown."""
+        """Record that the forward read an attribute. Nothing is recorded if the forward set the attribute before,
+        `ModuleState` covers it, its name begins with ``__``, or the holder is unknown."""
         owner = self.owner_of(holder)
         if owner is None or (owner, name) in self.fresh or name.startswith("__"):
             return
@@ -121,8 +121,9 @@ class Reads:
             self.classes.setdefault(home, {}).setdefault(name, kept(vars(home)[name]))
 
     def note_attributes(self, holder: Any, reader: FrameType) -> None:
-        """Record that code read a holder's ``__dict__``: all attributes that it names count, or all data if it names
-        none but ``items`` or ``values``. Library code, and a record with a ``__getattr__``, are left out."""
+        """Record that code read a holder's ``__dict__``: all attributes that the code names count as read. If it names
+        ``items`` or ``values``, and no attribute by a string, all data attributes count. Reads by library code, or of a
+        record with a ``__getattr__``, are not recorded."""
         known = self.owner_of(holder) is not None and id(holder) not in self.answering
         if known and not is_library(reader.f_globals.get("__name__"), self.own):
             attributes = object.__getattribute__(holder, "__dict__")
@@ -139,22 +140,22 @@ class Reads:
                     self.note_absent(holder, name)
 
     def note_asked(self, holder: Any, name: str) -> None:
-        """Record that the forward looks up an attribute, maybe in vain. If it sets it later, it still depends on the
-        earlier value."""
+        """Record that the forward looks up an attribute, maybe in vain. If the forward sets the attribute later, it
+        still depends on the earlier value."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh:
             self.asked.add((owner, name))
 
     def note_absent(self, holder: Any, name: str) -> None:
-        """Record that the forward looked up what neither a holder's ``__dict__`` nor its class has. A guard checks
-        that the former lacks it."""
+        """Record that the forward looked up a name that neither a holder's ``__dict__`` nor its class has. A guard
+        checks that the ``__dict__`` still lacks it."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.fresh and not name.startswith("__"):
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record that a record's ``__getattr__`` returned ``value``. If that is such a record too, up to `_DEPTH` below
-        its module, its answers are recorded instead."""
+        """Record that a record's ``__getattr__`` returned ``value``. If ``value`` is such a record too, and ``holder``
+        at most `_DEPTH` attributes below its module, the answers of ``value`` are recorded instead."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return
@@ -167,7 +168,8 @@ class Reads:
             self.answers[owner][1].setdefault(name, kept(value))
 
     def note_set(self, holder: Any, name: str) -> None:
-        """Record that the forward set an attribute. Unless it looked it up before, later reads are not recorded."""
+        """Record that the forward set an attribute. Later reads are not recorded, unless the forward had looked up the
+        attribute before."""
         owner = self.owner_of(holder)
         if owner is not None and (owner, name) not in self.asked:
             # The forward does not depend on a value that it produces itself.
@@ -176,9 +178,9 @@ class Reads:
     def found_in_places(
         self, guarded: Collection[tuple[Owner, str]], unguarded: Collection[tuple[Owner, str]]
     ) -> list[Found]:
-        """Return the attributes on which a plan depends, with their present values, as one `Found` for each place:
-        those read and ``guarded``, without ``unguarded``. A place is a ``__dict__``, the results of a record's
-        ``__getattr__``, or a class."""
+        """Return the attributes on which a plan depends, those read or ``guarded`` and not ``unguarded``, as one
+        `Found` for each place. A place is a ``__dict__``, the results of a record's ``__getattr__``, or a class. Of the
+        last two, values that have changed since they were read are left out."""
         owned: dict[Owner, dict[str, Any]] = {owner: {} for owner in self.inherited}
         for owner, name in (*self.found, *guarded):
             values = vars(self.holders[owner])
@@ -223,8 +225,9 @@ BOOKKEEPING = frozenset({*vars(nn.Module), *vars(nn.Module())}) - {"forward"}
 
 @contextmanager
 def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
-    """Record, inside the block, which attributes of modules and their records this thread reads and sets. Meanwhile the
-    methods by which Python accesses them are replaced; accesses of other threads are not recorded."""
+    """Record, inside the block, which attributes of modules and their records this thread reads and sets, in the
+    `Reads` that the block gets. Meanwhile the methods by which Python accesses them are replaced; accesses of other
+    threads are not recorded."""
     reads = Reads(modules)
     thread = get_ident()  # all threads see the replaced methods
 
@@ -278,7 +281,8 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
 @contextmanager
 def _replaced(kinds: Collection[type], name: str, by: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method of some classes, also inherited, inside the block, except of classes implemented in C."""
+    """Replace, inside the block, the method ``name`` of some classes, own or inherited, by ``by(method)``. Classes
+    implemented in C are left as they are."""
     plain = {kind: getattr(kind, name) for kind in kinds}
     own = {kind for kind in kinds if name in vars(kind)}
     try:
@@ -317,7 +321,7 @@ NO_RECORDS = (
 
 def is_record(value: Any) -> bool:
     """Return whether an object exists for its attributes, such as a configuration: with a ``__dict__``, of no built-in
-    type, not callable. Containers, tensors, members of enumerations, generators and graphs of `torch.fx` are none."""
+    type, not callable. Objects of `NO_RECORDS`, such as containers and tensors, and weak proxies are none."""
     kind = type(value)
     return (
         kind.__module__ != "builtins"

@@ -23,7 +23,8 @@ class Namespaces(list[Any]):
         self._picked: dict[Pick, tuple[Any, ...]] = {}
 
     def pick(self, items: Pick) -> tuple[Any, ...]:
-        """Return ``items(self)``. It is computed at the first call with the function ``items``, and remembered."""
+        """Return ``items(self)``, computed once for each function ``items``. All are forgotten when `_MOST_PICKS`
+        functions are remembered."""
         found = self._picked.get(items)
         if found is None:
             if len(self._picked) >= _MOST_PICKS:  # also those of guards that are no longer in use
@@ -40,8 +41,9 @@ def picked(keys: Sequence[Any]) -> Pick:
 
 
 class Table:
-    """What was found by name in several places, such as the ``__dict__`` of modules, to be compared with what is
-    there later."""
+    """What was found by name in several places, such as the ``__dict__`` of modules, to be compared with what is there
+    later. ``rows``: by a place's position, its values by name. ``absent``: names that a place must lack. ``fetch``: how
+    a name is looked up in a place."""
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class Table:
         self.without, self.absent = picked([at for at, _ in absent]), [name for _, name in absent]
 
     def holds(self, places: Namespaces) -> bool:
-        """Return whether all places have this table's values, the same or by `snapshots.same`, and no absent name."""
+        """Return whether all places have this table's values, the same or by `snapshots.same`, and no absent name. A
+        name that a place lacks raises what ``fetch`` raises."""
         return self._holds(places.pick(self.places), places.pick(self.without))
 
     def holds_once(self, places: Sequence[Any]) -> bool:

@@ -57,8 +57,9 @@ def packages_of(things: Iterable[Any]) -> Names:
 
 
 def is_library(module: str | None, own: Collection[str]) -> bool:
-    """Return whether a Python module is of PyTorch, Python's library, this package or an installed one, whose functions
-    guards ignore. ``own``: names of packages that count as the user's."""
+    """Return whether a Python module is of PyTorch, Python's library, an installed package or this one, whose functions
+    guards ignore. ``own``: names of packages that count as the user's; of this package, that holds for its networks
+    only."""
     module = module or "builtins"
     package = module.partition(".")[0]
     if package == "rematplan" and not module.startswith(_NETWORKS):

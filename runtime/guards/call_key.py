@@ -45,7 +45,8 @@ device, and which kernels are enabled. Context managers change some of these set
 
 def check_modes(name: str) -> None:
     """Raise `ModelError` inside of torch.func's transforms, forward-mode derivatives and users' modes that change
-    functions. PyTorch's own modes, such as a device's context, are accepted. ``name``: of the module that is called."""
+    functions. Modes of PyTorch and of this package, such as a device's context, are accepted. ``name``: of the module
+    that is called."""
     if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
         raise ModelError(
             f"{name} is planned for the backward of a loss; for torch.func's transforms and forward-mode derivatives, "
@@ -60,7 +61,8 @@ def check_modes(name: str) -> None:
 
 
 def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Return a hashable key of the arguments, except values of tensors, and of settings on which a plan depends."""
+    """Return a hashable key of a call: of its arguments, flattened to ``leaves`` and ``spec``, without values of
+    tensors, and of settings on which a plan depends. `ModelError` if an argument can be neither hashed nor pickled."""
     return _key(leaves, spec, like)
 
 
@@ -83,7 +85,8 @@ def _key(
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor, except values, on which ops may depend; fewer without shape or strides."""
+    """Return the properties of a tensor, except values, on which ops may depend. A tensor without shape or strides
+    gives fewer."""
     try:
         lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy

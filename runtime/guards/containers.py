@@ -26,7 +26,8 @@ def _form(numbers: Any) -> tuple[Any, ...]:
 
 
 def containers_in(value: Any) -> Iterator[Any]:
-    """Yield a value if it is a container or an array, and all containers in it, each once."""
+    """Yield a value if it is one of `CONTAINERS` or an array, and all containers and arrays in it, each once. Tuples
+    and frozen sets are entered but not yielded; attributes of containers are entered, too."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -42,7 +43,8 @@ def containers_in(value: Any) -> Iterator[Any]:
 
 
 def items_in(container: Any) -> list[Any]:
-    """Return the items of a container, of a dictionary the values; of an array only objects, of bytes nothing."""
+    """Return the items of a container: of a dictionary the values, of an array of objects the objects. Empty for bytes,
+    other arrays and all other values."""
     if isinstance(container, np.ndarray):
         return container.ravel().tolist() if container.dtype == object else []
     # Subclasses may override methods, so those of the built-in types are used.
@@ -54,7 +56,8 @@ def items_in(container: Any) -> list[Any]:
 
 
 def compared_in(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
-    """Yield a value's containers whose content `snapshots.same` compares: not large ones, down to ``depth`` levels."""
+    """Yield the containers and arrays in a value, itself included, whose content `snapshots.same` compares. Left out
+    are those larger than `MOST` or `MOST_NUMBERS`, and those below ``depth`` levels."""
     if isinstance(value, np.ndarray):
         if value.size <= MOST_NUMBERS:
             yield value
@@ -107,8 +110,8 @@ def refill(container: Any, was: Any) -> None:
 
 
 def added(container: Any, was: Any) -> Any:
-    """Return what a container has in addition to ``was``, as a container, with changed entries of a dictionary; None if
-    it lost some of that, or is a bounded deque, an array or bytes."""
+    """Return what a container has in addition to ``was``, as a container; of a dictionary also entries with other
+    values. None if items of ``was`` are missing or no longer the first, or for a bounded deque, an array or bytes."""
     if isinstance(container, dict):
         if any(key not in container for key in was):
             return None
@@ -150,7 +153,8 @@ def add(container: Any, items: Any) -> None:
 
 
 def refilled(now: Any, after: Any) -> Any:
-    """Return ``now``, changed in place to the content of ``after``, or a copy of ``after`` if their types differ."""
+    """Return ``now``, changed in place to the content of ``after``, at each level. Return a copy of ``after`` if their
+    types differ or ``now`` is a tuple with other items."""
     if type(now) is not type(after) or not isinstance(now, (*CONTAINERS, tuple, np.ndarray)):
         return copied(after)
     if isinstance(now, dict):

@@ -19,7 +19,8 @@ Expression = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variable:
-    """A number that a forward finds: a place (namespace) and the number's name in it. Each has one object."""
+    """A number that a forward finds: a place (namespace) and the number's name in it. Variables are compared by
+    identity."""
 
     place: Place
     name: str
@@ -73,8 +74,8 @@ class Counting:
         self.revealed |= variables_of(expression)
 
     def number(self, value: Any, expression: Expression) -> Any:
-        """Return a number that equals an int or float ``value`` and records its use; another value as it is, with
-        its variables revealed."""
+        """Return a number that equals an int or float ``value`` and records its own use. Return any other value itself,
+        and reveal the variables of ``expression``."""
         kind = _KINDS.get(type(value))
         if kind is None:
             self.reveal(expression)

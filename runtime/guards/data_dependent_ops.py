@@ -67,8 +67,8 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `aten::_ctc_loss`: losses (batch,) and log probabilities (batch, steps, 2 · ``longest`` + 1),
-    ``longest`` of ``target_lengths``."""
+    """Compute `aten::_ctc_loss`: losses (batch,) and log probabilities (batch, steps, 2 · ``longest`` + 1).
+    ``longest``: the greatest of ``target_lengths``."""
     del longest
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._ctc_loss.Tensor(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity

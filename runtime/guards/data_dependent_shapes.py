@@ -149,8 +149,8 @@ def _ctc_loss(
 
 
 def _found(op: Any) -> Callable[..., Any]:
-    """Return the function that calls an op's variant with fixed result shapes (`WITH_SIZES`), found on the real
-    tensors, if values are known; else the op itself."""
+    """Return a replacement of calls of an op. With known arguments, it calls the op's variant in `WITH_SIZES`, with the
+    shapes found on the real tensors; else the op itself."""
 
     def sizes(*arguments: Any) -> list[int]:
         return sizes_of(op(*arguments))

@@ -44,7 +44,8 @@ ATEN = torch.ops.aten
 
 class ValueGuardRecorder(TorchDispatchMode):
     """A context that records the decisions by values of a forward that is traced inside it with its backward, which
-    uses the same masks. ``assumed``: the outcomes of the first tests for infinite and NaN values, as far as known."""
+    uses the same masks. ``buffers``, ``batch``: the real tensors. ``assumed``: the outcomes of the first tests for
+    infinite and NaN values, as far as known."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class ValueGuardRecorder(TorchDispatchMode):
         batch: Sequence[torch.Tensor],
         sizes: Sequence[int | torch.SymInt] = (),
     ) -> None:
-        """Start the trace of a forward, and forget what was recorded before. If a forward is traced several times, the
-        last trace counts."""
+        """Start the trace of a forward on the traced ``buffers`` and ``batch``, and forget what was recorded before. If
+        a forward is traced several times, the last trace counts. ``sizes``: the symbols of the expected `counts`, in
+        order."""
         self._tape = OpTape(self, sizes)
         for name, tensor in buffers.items():
             self._tape.begin(tensor, ("buffer", name))
@@ -157,8 +159,9 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute a call of a traced forward and return its result. A known number for Python becomes a decision. Ops
-        whose result shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`)."""
+        """Execute a call of a traced forward and return its result. A call that returns a number of known tensors to
+        Python is recorded as a decision; `ModelError` if the forward has changed the number's buffer. Ops whose result
+        shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`)."""
         if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
             return self._decided(func, args, kwargs)
@@ -191,7 +194,8 @@ class OpTape:
         return result
 
     def _note_unknown_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a draw into tensors of unknown values, which advances the generator."""
+        """Record a draw into tensors of unknown values, which advances the generator. If it cannot be repeated
+        (`ADVANCING`), the generators' states are unknown from now on, and no such draw is recorded."""
         self.blind |= func.overloadpacket not in ADVANCING
         if not self.blind:
             entry = self._entry(
@@ -200,14 +204,15 @@ class OpTape:
             self.entries.append(replace(entry, draws=_device(args)))
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` for the real tensors, recorded as a decision; an error if the forward may not
-        decide by them."""
+        """Return ``of(*arguments)`` for the real tensors, recorded as a decision. Raises DataDependentOutputException
+        if the forward may not decide by the arguments."""
         if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
 
     def outcome(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` as `read` does, also for drawn numbers; an error if they are unknown."""
+        """Return ``of(*arguments)`` as `read` does, also for drawn numbers. Raises DataDependentOutputException if the
+        arguments are unknown."""
         if not self.knows(arguments):
             raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})
@@ -245,8 +250,8 @@ class OpTape:
         return value
 
     def _check_counters(self, args: tuple[Any, ...]) -> None:
-        """Refuse a forward that changes a buffer and reads it as a number, which makes a graph for each call; a
-        truth value is allowed."""
+        """Raise `ModelError` if a buffer among ``args`` was changed by the forward, which reads it as a number: each
+        call would need its own graph. A truth value is allowed."""
         for tensor in pytree.tree_leaves(args):
             place = self.memory[self.places[id(tensor)]] if isinstance(tensor, torch.Tensor) else None
             source = self.sources.get(place) if place in self.written and tensor.dtype != torch.bool else None
@@ -308,7 +313,8 @@ class OpTape:
         return all(self._is_known(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
     def _may_decide(self, value: Any) -> bool:
-        """Return whether a forward may decide by arguments: known, and of draws a truth value or an integer."""
+        """Return whether a forward may decide by nested arguments: all tensors are known, and each that depends on
+        random numbers is a single truth value or integer."""
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
         return self.knows(value) and not any(
             self._is_chance(t) and (t.is_floating_point() or t.is_complex() or t.numel() > 1) for t in tensors

@@ -49,7 +49,8 @@ def repeated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Make a draw again, on tensors of ones, so that the generator advances."""
+    """Make a draw again, on tensors of ones, so that the generator advances. ``args``, ``kwargs``: the arguments of
+    ``op``, with a `Blank` in place of each tensor. ``sizes``, ``strides``, ``types``: of these tensors."""
     tensors = [
         torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
         for size, stride, (dtype, device) in zip(sizes, strides, types, strict=True)

@@ -55,7 +55,8 @@ class FiniteTests:
         self._known: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Record what a call returns if all values are finite, if it tests for that or combines such tests."""
+        """If a call tests for infinite or NaN values or combines such tests, record, for its ``result``, what the call
+        returns if all values are finite. Forget an earlier record of ``result`` if that is unknown."""
         packet = getattr(func, "overloadpacket", None)
         combining, testing = _OF_TESTS.get(packet), _TESTS.get(packet)
         if combining is None and testing is None:

@@ -153,8 +153,8 @@ class GlobalReads:
         self, model: str, guarded: Mapping[int, Set[str]], unguarded: Mapping[int, Set[str]]
     ) -> list[Found]:
         """Return the values to which the code refers, from before the forward, as one `Found` for each namespace.
-        Values that it has changed are left out, with a warning except for names in ``unguarded``, by a namespace's id.
-        Those in ``guarded`` have the present values."""
+        Values that the forward of ``model`` changed are left out, with a warning. By the id of a namespace, names in
+        ``unguarded`` are left out without a warning; those in ``guarded`` get their present values."""
         found, changed = [], set[str]()
         for shelf in self.shelves.values():
             out, whole = unguarded.get(id(shelf.values), ()), guarded.get(id(shelf.values), ())
@@ -173,8 +173,8 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """Record the value ``name`` of a namespace to which code refers. What it refers to by ``named`` is examined
-        later."""
+        """Record the value ``name`` of a ``holder``'s namespace, which code reaches through ``thing``; a Python module
+        is not recorded. What the value refers to by the names ``named`` is examined later."""
         value = values[name]
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
@@ -260,8 +260,8 @@ class GlobalReads:
                 yield home, vars(home), names | _UNNAMED | further, names
 
     def _is_object(self, thing: Any) -> bool:
-        """Return whether an object's attributes are recorded: a record, or an instance of a class outside of
-        libraries."""
+        """Return whether an object's attributes are recorded: those of a record, of thread-local data, and of an
+        instance of a class outside of libraries. Modules, tensors and classes are left out."""
         if is_record(thing) or isinstance(thing, (type, nn.Module, torch.Tensor)):
             return is_record(thing)
         if isinstance(thing, threading.local):
@@ -349,8 +349,8 @@ _WRAPPER: Any = type((1).__add__)
 
 
 def _bound(thing: Any) -> tuple[Any, ...]:
-    """Return what a bound method or partial function has bound: the instance, or the function and arguments; of a
-    property setter and deleter; nothing for others."""
+    """Return what a bound method or partial function has bound: the instance, or the function and arguments. Return the
+    setter and deleter of a property, and nothing for other objects."""
     if isinstance(thing, (MethodType, BuiltinMethodType, _WRAPPER)):
         return (thing.__self__,)
     if isinstance(thing, property):

@@ -34,8 +34,8 @@ _GONE = (LookupError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
 class Guard:
-    """A check that tracing a forward again would give the same graph: all that it read has the same value. Arguments
-    and module states are covered by `call_key` and `ModuleState` instead."""
+    """A check that tracing a forward again would give the same graph: all that the forward read has the same value.
+    Arguments and module states are covered by `call_key` and `ModuleState` instead."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Guard:
 
     def mapped(self, change: Callable[[Any], Any], counts: Sequence[int] | None = None) -> Guard:
         """Return a copy for other sizes: ``change`` is applied to arguments of the recorded calls that compute decisive
-        values, and ``counts`` are the numbers expected as sizes."""
+        values. ``counts``: the numbers expected as sizes; None leaves them as they are."""
         other = copy.copy(self)
         other.decided = self.decided.mapped(change)
         if counts is not None:
@@ -77,7 +77,8 @@ class Guard:
     def holds(
         self, state: ModuleState, tensors: Sequence[torch.Tensor], assumed: tuple[bool, ...] = ()
     ) -> bool:
-        """Return whether tracing the forward again now would give the same graph."""
+        """Return whether tracing the forward again now would give the same graph. ``tensors``: the batch. ``assumed``:
+        outcomes that the graph must assume of the first tests for infinite and NaN values."""
         decided = self.decided
         return decided.assumes(assumed) and self.holds_for(state) and decided.holds(state.named, tensors)
 

@@ -24,7 +24,8 @@ def refuse_iterator(name: str, iterator: Any) -> NoReturn:
 
 
 def progress(iterator: Any) -> Any:
-    """Return something that changes as an iterator advances; None if it does not tell."""
+    """Return a value that changes as an iterator advances. None for an ended generator, and for an iterator that cannot
+    be reduced."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
         return frame and (frame.f_lasti, repr(frame.f_locals))

@@ -102,7 +102,8 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's state, or None if a new tree is needed: other submodules, names or ties of tensors."""
+        """Return the module's state, or None if a new tree is needed: other submodules, names or ties of tensors.
+        ``module``: the one of the tree, or one that shares its ``__dict__``."""
         distinct = self._tensors(module)
         if distinct is None:
             return None

@@ -137,7 +137,9 @@ class PythonState:
         return [use for code in self.global_reads.codes for use in uses_of(code, name)]
 
     def check_iterators(self, watched: bool) -> None:
-        """Refuse iterators in variables, and in attributes that code names unless ``watched`` records their reads."""
+        """Raise `ModelError` for an iterator reached from a variable, or from an attribute that code names.
+        ``watched``: whether reads of attributes are recorded, where possible, so that `used` refuses iterators in these
+        instead."""
         for (at, name), iterator in self.iterators.items():
             of_holder = self.namespaces[at].owner is not None
             recorded = watched and of_holder and not self.namespaces[at].uses
@@ -167,7 +169,8 @@ class PythonState:
         self.restore()
 
     def check_backward(self) -> None:
-        """Refuse a backward that changes state; the trace of the forward has been undone before it."""
+        """Raise `ModelError` if a backward has changed state; the changes of its forward must have been undone before
+        it."""
         changed = next(self._changed(), None)
         if changed:
             raise ModelError(
@@ -229,7 +232,9 @@ class PythonState:
         return (None if owner is None else self.places.get(owner)), name
 
     def _read(self, at: int, owner: Owner, name: str, value: Any) -> str:
-        """Return `FRESH` if a container that is read has nothing of its content before the forward, else `READ`."""
+        """Return `FRESH` if a container from before the forward has none of its earlier values left when it is read,
+        else `READ`. Of a dictionary, its earlier keys must also be the first of its keys at the first such read, which
+        `keys` remembers. `READ` also for a dictionary that is empty, and a list that was empty."""
         was = self._content_of(value)
         if was is None or value is not self.namespaces[at].before.get(name, UNSET):
             return READ
@@ -248,9 +253,8 @@ class PythonState:
         return self.contents.get(id(container), (None, None))[1]
 
     def number_set(self, holder: Any, name: str, value: Any) -> Any:
-        """Return the plain value to store as an attribute of ``holder``, or ``value`` itself if the holder is unknown.
-        The expression of an attribute that the forward counts up is kept; any other value becomes known, so that it
-        is guarded."""
+        """Return the plain value to store in an attribute of ``holder``; ``value`` itself if the holder is unknown. If the
+        attribute is counted in this run, remember how the value was computed; else reveal the variables in it."""
         owner = self.reads.owner_of(holder)
         if owner is None:
             return value
@@ -282,8 +286,9 @@ class PythonState:
         return guarded, unguarded
 
     def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-        """Return, by the id of namespaces, the changed names of variables that a guard checks there; and those it does
-        not check, which include all of `of_holders`."""
+        """Return two mappings from ids of namespaces to changed names: those of variables that a guard checks, and
+        those that it does not check. The second also has the attributes of `of_holders`, and the keys of dictionaries
+        in it."""
         guarded: dict[int, set[str]] = {}
         unguarded: dict[int, set[str]] = {}
         for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):
@@ -298,7 +303,8 @@ class PythonState:
 
     def changes(self) -> list[tuple[Write, Any]]:
         """Return what a planned call must change after its forward, each with its value, and decide which changes a
-        guard checks. An iterator that advanced is refused."""
+        guard checks (`guarded`, `unguarded`). Raises `ModelError` if an iterator advanced or content to be compared is
+        too large."""
         for ((_, name), one), before in zip(self.iterators.items(), self.progress, strict=True):
             if progress(one) != before:
                 refuse_iterator(name, one)
@@ -317,7 +323,8 @@ class PythonState:
         return writes
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
-        """Return the change of a name that has another value now, and the value; decide how a guard checks the name."""
+        """Return the change of a name that has another value now, and the value (None if the name is removed or
+        counted). Decide how a guard checks the name."""
         namespace = self.namespaces[at]
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:
@@ -381,8 +388,9 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container that has other content after the forward, under one alias's name; none if
-        that is in ``written``, to which it is added. `ModelError` if its content must be compared but is too large."""
+        """Return the change of a container whose content the forward changed, under one alias's name. Return no change
+        if that name is in ``written``; else add the name there. `ModelError` if a guard must compare the content and it
+        is too large."""
         aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
         uses = {
             use
@@ -423,8 +431,8 @@ class PythonState:
         return (READ,) if self._all_uses(alias.at, alias.name) else ()
 
     def _without_content(self, container: Any, uses: set[str], direct: Sequence[_Alias]) -> tuple[str, Any]:
-        """Return how to change a container whose content is not read: "add" and items, "whole" for new content, or
-        "" if unknown."""
+        """Return how to change a container of whose earlier content nothing is read: "add" with the items, "whole" for
+        new content, or "" if unknown. For a dictionary that is `FRESH`, add what its keys must be to `conditions`."""
         was = self._content_of(container)
         owners = [(self.namespaces[alias.at].owner, alias.name) for alias in direct]
         while_running = {use for owner, name in owners if owner for use in self.uses.get((owner, name), ())}

@@ -42,7 +42,8 @@ def reached(value: Any, seen: set[int], known: Collection[int] = ()) -> Iterator
 
 
 def _parts(one: Any) -> list[Any]:
-    """Return what an object refers to: the items of a container, the arguments of a partial function, attributes."""
+    """Return what an object refers to: items of a container, arguments of a partial function, the object of a method,
+    attributes of an object that `_is_open`."""
     if isinstance(one, MappingProxyType):
         return list(one.values())
     if isinstance(one, _METHODS):

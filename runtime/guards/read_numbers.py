@@ -45,8 +45,8 @@ NUMBERS: list[weakref.ref[Any]] = []
 
 class ReadNumber:
     """A number that a traced forward has read from tensors, or computed from such numbers. ``expression``: how it is
-    computed. ``tensors``: what its `Leaf`s refer to. ``decide``: evaluates a comparison of it, by which the forward
-    decides."""
+    computed. ``tensors``: what its `Leaf`s refer to. ``decide``: evaluates a comparison, truth value or integer of the
+    number, by which the forward decides."""
 
     reads_tensors = True
     __slots__ = ("__weakref__", "decide", "expression", "tensors")
@@ -67,7 +67,8 @@ class ReadNumber:
 
 
 def check_none_left() -> None:
-    """Refuse a forward that has left a number where a planned call does not store it, such as in a queue."""
+    """Raise `ModelError` if a number of the trace still exists: the forward left it where no planned call stores it,
+    such as in a queue. `NUMBERS` is emptied."""
     if any(number() is not None for number in NUMBERS):
         gc.collect()  # a trace leaves cycles
     left = any(number() is not None for number in NUMBERS)
@@ -90,7 +91,8 @@ def _text(*_: Any) -> str:
 
 
 def numbers_of(expression: Expression, tensors: Sequence[torch.Tensor]) -> Expression:
-    """Return an expression with the values of tensors in place of each `Leaf`, evaluated if it has no variables."""
+    """Return an expression with the values of tensors in place of each `Leaf`; if it has no variables, return its value
+    instead."""
     if isinstance(expression, Leaf):
         return ITEM(tensors[expression.at])
     if type(expression) is not tuple:
@@ -109,7 +111,8 @@ def _moved(expression: Expression, by: int) -> Expression:
 
 
 def _combined(function: Callable[..., Any], *parts: Any) -> tuple[Expression, list[Any]] | None:
-    """Return the expression of a function of numbers, and its tensors; None if one of them is no number."""
+    """Return the expression of ``function`` applied to ``parts``, and the tensors of its leaves; None if a part is no
+    number."""
     expressions: list[Expression] = []
     tensors: list[Any] = []
     for one in parts:
@@ -186,7 +189,8 @@ pytree.register_pytree_node(ReadNumber, lambda number: (list(number.tensors), nu
 
 
 def check_uncounted(values: Any) -> None:
-    """Refuse nested values with a number that is computed from both tensors and counted variables."""
+    """Raise DataDependentOutputException if nested values have a number that is computed from both tensors and counted
+    variables."""
     for leaf in pytree.tree_leaves(values, is_leaf=lambda one: type(one) is ReadNumber):
         if type(leaf) is ReadNumber and variables_of(leaf.expression):
             _refused()

@@ -46,8 +46,9 @@ class Record:
         return self.global_reads.names
 
     def guard(self, model: str) -> Guard:
-        """Return the check that all on which the traced graph depends is unchanged. Warn of changed values outside that
-        a planned call would not change."""
+        """Return the check that all on which the traced graph depends is unchanged; nothing can be recorded afterwards.
+        Warn of values outside of the modules that the forward of ``model`` changed and a planned call would not. Raises
+        `ModelError` if the forward left a number of a tensor where no planned call stores it."""
         state = self.state
         state.counted.clear()
         check_none_left()
@@ -67,7 +68,8 @@ def recording(
     assumed: tuple[bool, ...] = (),
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
-    complete after the trace. At its end the Python state is restored."""
+    complete after the trace; at its end the Python state is restored. Raises `ModelError` if the forward names an
+    iterator. ``assumed``: as in `ValueGuardRecorder`."""
     NUMBERS.clear()
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
@@ -87,8 +89,8 @@ def recording(
 
 @contextmanager
 def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[None]:
-    """Restore the Python state and the generators of a model after a block that runs its forward. `ModelError` before
-    it if the forward names an iterator, which cannot be restored."""
+    """Restore the Python state and the generators of a model after a block that runs its forward. Raises `ModelError`
+    before the block if the forward names an iterator, which cannot be restored."""
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)
     state = PythonState(Reads(modules), global_reads)

@@ -30,9 +30,9 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """A check that a dictionary, in which the forward stores ``keys`` before it reads it, has no other keys, and theirs
-    in this order. It holds if the dictionary has the first n of ``keys`` before the call, for any n: new keys are added
-    at the end."""
+    """A check of a dictionary in which the forward stores ``keys``, in this order, before it reads the dictionary. It
+    holds if the dictionary has exactly the first n of ``keys`` before the call, for any n: new keys are added at the
+    end."""
 
     place: Place
     name: str
@@ -75,7 +75,8 @@ def assign(namespace: Any, name: str, value: Any) -> None:
 
 
 def store(writes: Sequence[tuple[Write, Any]], attributes: Attributes) -> None:
-    """Change the Python state as a forward does. Numbers are computed before the first change."""
+    """Change the Python state as a forward does: make each write, with its value, in order. Numbers are computed before
+    the first change. ``attributes``: the ``__dict__`` of each module, by position."""
     numbers = [_number(write, value, attributes) for write, value in writes]
     for (write, value), number in zip(writes, numbers, strict=True):
         namespace = write.place.find(attributes)

@@ -53,8 +53,8 @@ def unchanged(found: Mapping[str, Any], place: Any) -> tuple[dict[str, Any], dic
 
 
 def kept(value: Any, depth: int = DEEPEST) -> Any:
-    """Return what `same` needs of a value: copies of containers and NumPy arrays, down to ``depth`` levels, else the
-    value itself."""
+    """Return what `same` needs of a value: copies of containers and arrays, down to ``depth`` levels. Larger ones
+    (`MOST`, `MOST_NUMBERS`) and all other values are returned themselves."""
     kind = _kind(value)
     if kind is array or (kind is np.ndarray and value.size <= MOST_NUMBERS):
         return copy.copy(value)
@@ -94,8 +94,8 @@ def is_data(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether a value equals an earlier one from `kept`: containers and small arrays by content, plain values
-    with their types. All other values, tensors included, are compared by identity."""
+    """Return whether ``a`` equals an earlier value ``b`` from `kept`: containers, with the order of keys, and small
+    arrays by content, plain values with their types. All other values, tensors included, are compared by identity."""
     if a is b:
         return a is not UNSET
     kind = _kind(a)

@@ -30,8 +30,10 @@ def asked(
     answer: Callable[..., Any],
     number: Callable[[torch.Tensor], Any] | None = None,
 ) -> Iterator[None]:
-    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts of traced tensors ask ``answer``, and
-    `Tensor.item` ``number``. Other threads are not affected. A text that only leaves the forward is `TEXT`."""
+    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts of traced tensors return ``answer(read, tensor,
+    …)``, and `Tensor.item` ``number(tensor)``, if given. Other threads, and calls outside of all dispatch modes, are
+    not affected. A text that is only written for people is `TEXT`; another text of a tensor that requires a gradient
+    raises DataDependentOutputException."""
     thread = get_ident()
 
     def plainly() -> bool:
@@ -83,8 +85,8 @@ def _text(tensor: torch.Tensor, *form: str) -> str:
 
 @contextmanager
 def undecided() -> Iterator[None]:
-    """Inside the block, let `Tensor.tolist` and `Tensor.numpy` raise, as other reads of traced values do, and texts
-    that are not only for people (`text_uses`)."""
+    """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts that are not only for people (`text_uses`) raise
+    DataDependentOutputException, as other reads of traced values do."""
 
     def refuse(read: Any, *_: Any) -> Any:
         raise DataDependentOutputException(read.__name__.lstrip("_"))

@@ -53,8 +53,8 @@ _POPS = {
 
 @cache
 def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
-    """Return the uses of all loads of a variable, parameter, cell or attribute ``name`` in a code object; a string
-    constant of it is `READ`."""
+    """Return the uses (`use_of`) of all loads of a variable, parameter, cell or attribute ``name`` in a code object and
+    its nested functions. A string constant equal to the name is a `READ`."""
     found = [
         use_of(code, i.offset, name) for i in _instructions(code) if _LOADS.get(i.opname) and i.argval == name
     ]
@@ -85,8 +85,9 @@ def use_of(code: CodeType, offset: int, name: str) -> str:
 
 
 def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
-    """Return how code uses a loaded value, like `use_of`, by following it through the instructions ``rest``. `READ` if
-    they reach a jump's target or an unknown instruction."""
+    """Return how code uses a value, like `use_of`, by following it through ``rest``, the instructions after its
+    ``load``; `READ` at a jump's target or an unknown instruction. ``stack``: symbols of the values on the stack, which
+    this changes. ``owner``: the symbol of the object whose attribute is loaded."""
     before = load
     for i in rest:
         name, last, before = i.opname, before, i
@@ -192,8 +193,8 @@ def _is_dropped(rest: tuple[dis.Instruction, ...], method: dis.Instruction) -> b
 
 
 def _known(i: dis.Instruction, stack: list[str]) -> bool:
-    """Apply an instruction that computes arguments of a method. Return False if it is unknown, or takes the method from
-    the stack."""
+    """Apply an instruction that computes arguments of a method. Return False if the instruction is unknown, or takes
+    the method or its result from the stack."""
     if stack == [_METHOD]:
         return False
     if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING", "BUILD_MAP"):
