@@ -253,8 +253,8 @@ class PythonState:
         return self.contents.get(id(container), (None, None))[1]
 
     def number_set(self, holder: Any, name: str, value: Any) -> Any:
-        """Return the plain value to store in an attribute of ``holder``; ``value`` itself if the holder is unknown. If the
-        attribute is counted in this run, remember how the value was computed; else reveal the variables in it."""
+        """Return the plain value to store in an attribute of ``holder``; ``value`` itself if the holder is unknown. If
+        the attribute is counted in this run, remember how the value was computed; else reveal the variables in it."""
         owner = self.reads.owner_of(holder)
         if owner is None:
             return value
