@@ -89,8 +89,8 @@ def last_forward_read(graph: TrainingGraph) -> dict[str, int]:
 
 
 def _gainful(tables: _StepTables, found: dict[str, Recovery], wanted: set[str]) -> dict[str, Recovery]:
-    """Return the recoveries that free more bytes than they keep live. Those that need each other count as one group.
-    ``wanted``: the tensors that backward ops read."""
+    """Return the recoveries that free more bytes than they keep live. Recoveries that need each other count as one
+    group. ``wanted``: the tensors that backward ops read."""
     size, inputs = tables.graph.size, tables.inputs
     group = {t: t for t in found}
 

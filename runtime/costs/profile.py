@@ -102,7 +102,8 @@ def _measure_all(
     progress: Progress,
 ) -> None:
     """Measure the calls ``missing`` (names by signature) in rounds. Add costs to ``known`` and each round's
-    microseconds to ``times``. Calls that fail get a guess; it warns of these and of a busy machine."""
+    microseconds to ``times``. Calls that fail get a guess; a `ProfileWarning` tells of these, another of a busy
+    machine."""
     arguments = SyntheticArguments(step)
     devices = [step.device] if step.device.type == "cuda" else []
     watched = 1 if devices else 2  # rounds that also measure memory

@@ -252,7 +252,8 @@ class _InChannelsLast:
     def _added(
         self, name: str, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: Call
     ) -> str:
-        """Return the name of a value in another layout, which an op makes before ``reader`` if it is not there yet."""
+        """Return the name of a value in another layout. If it is not there yet, the op ``op``, with the further
+        ``args`` and ``kwargs``, makes it before ``reader``."""
         added = f"{name}.{'channels_last' if torch.channels_last in kwargs.values() else 'contiguous'}"
         if added not in self.values:
             call = single_call(

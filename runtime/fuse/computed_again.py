@@ -24,11 +24,9 @@ def is_cheap(call: Call) -> bool:
 def computed_again(
     step: CapturedStep, operands: Mapping[str, Iterable[str]], fused: Iterable[str], kept: Iterable[str]
 ) -> frozenset[str]:
-    """Return the storages of forward results that the backward's kernels compute again.
-
-    ``operands``: by a cheap op's result, what it reads. ``fused``: what kernels of the backward read. ``kept``: what
-    exists anyway.
-    """
+    """Return the storages of forward results that the backward's kernels compute again. ``operands``: by the storage of
+    a cheap op's result, the storages that the op reads. ``fused``: the storages that kernels of the backward read.
+    ``kept``: those that exist anyway."""
     network, free = Network(), set(kept)
     seen, stack = set[str](), list(fused)
     for storage in stack:

@@ -43,11 +43,8 @@ class Kernels:
                     self._end(key)
 
     def of(self, step: CapturedStep, region: Region) -> FusedKernel:
-        """Return the kernel of a region, compiled if there is none yet.
-
-        Raises:
-            CannotFuse: it cannot be compiled, no region could be, or its kernel was wrong in a training step.
-        """
+        """Return the kernel of a region, compiled if there is none yet. `CannotFuse` if the region cannot be compiled,
+        no region could be, or the kernel was wrong in a training step or at the step's sizes."""
         key = RegionOps(step, region).key
         self.begin(step, (region,))
         self._end(key)
@@ -106,7 +103,9 @@ class FusedStep:
 
 def fuse(step: CapturedStep, kernels: Kernels = KERNELS, known: FusedStep | None = None) -> FusedStep:
     """Return the step with a compiled kernel for each region. A region that cannot be compiled keeps its ops; one that
-    would raise the peak is cut in two. Without any kernel, the step is returned as it was."""
+    would raise the peak, or need more bytes than any op, is cut in two. Without any kernel, the step is returned as it
+    was. ``known``: a fused step of the same structure, whose regions and kernels are taken if the step has open
+    sizes."""
     if known is not None and step.open_sizes is not None:
         return _alike(step, step.open_sizes.values, kernels, known)
     captured, step = step, in_channels_last(step)
@@ -138,7 +137,8 @@ def fuse(step: CapturedStep, kernels: Kernels = KERNELS, known: FusedStep | None
 
 
 def _alike(step: CapturedStep, sizes: SizeValues, kernels: Kernels, known: FusedStep) -> FusedStep:
-    """Return the step with the regions of a fused step of the same structure."""
+    """Return the step with the regions of ``known``, a fused step of the same structure. Where none of its kernels
+    serves the ``sizes``, another is compiled and added to ``known.compiled``."""
     kept: dict[Region, FusedKernel] = {}
     failures = list(known.failures)
     for region, found in known.compiled.items():

@@ -120,7 +120,8 @@ class RegionOps:
         run: Callable[[Call, Any], Sequence[torch.Tensor]],
         size: Callable[[int], Any] = int,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the region's outputs. ``run`` returns the results of a call with given arguments."""
+        """Return the region's outputs. ``run`` returns the results of a call with given arguments. ``size``: returns
+        what stands for a tracked size in these."""
         known = dict(zip(self.region.inputs, args, strict=True))
         del args
         for call, gone in zip(self.region.calls, self._read_last, strict=True):
@@ -180,7 +181,7 @@ class FusedKernel:
     """The bytes that a check of its results takes (`RegionOps.check`)."""
     real: OnRealNumbers = field(default_factory=OnRealNumbers, repr=False, compare=False)
     open: OpenKernel | None = field(default=None, repr=False, compare=False)
-    """None if it has no open sizes."""
+    """At which sizes it may be used; None if it has no open sizes."""
 
     namespace = "fused"
 
@@ -195,11 +196,8 @@ class FusedKernel:
         return not self.real.error and (self.open is None or self.open.holds(*here))
 
     def at(self, step: CapturedStep, region: Region) -> FusedKernel:
-        """Return this kernel for an equal region, perhaps of a step with other sizes, at which it was tried.
-
-        Raises:
-            CannotFuse: its results are wrong at these sizes.
-        """
+        """Return this kernel for an equal region, perhaps of a step with other sizes, at which it is tried now unless
+        it was before. `CannotFuse` if it fails, or a tensor has another layout than the sizes state."""
         ops = RegionOps(step, region)
         if self.open is None or ops.sizes is None:
             return self

@@ -80,8 +80,8 @@ class Regions:
     def _with_siblings(
         self, parents: Mapping[str, list[str]], place: Mapping[str, Place]
     ) -> dict[str, list[str]]:
-        """Return ``parents`` with one more for each pointwise op that would be no part of a region: an op of the same
-        place that reads the same numbers, if there is one."""
+        """Return ``parents`` with one more for each pointwise op that would be no part of a region. It is an op of the
+        same place that reads the same numbers, if there is one."""
         connected = {name for child, found in parents.items() if found for name in (child, *found)}
         reading: dict[tuple[Place, str], str] = {}
         ordered = sorted(parents, key=self.position.__getitem__)

@@ -26,7 +26,8 @@ ACKNOWLEDGEMENT = 1
 
 @dataclass(frozen=True)
 class Peer:
-    """A neighbouring rank of a pipeline, for messages of forwards or backwards. Those with one tag arrive in order."""
+    """A neighbouring rank of a pipeline, for messages of forwards or backwards. Messages with one tag arrive in
+    order."""
 
     group: ProcessGroup
     """The processes of the pipeline."""

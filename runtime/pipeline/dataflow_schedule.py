@@ -74,9 +74,9 @@ class DataflowSchedule:
     ) -> Any:
         """Run all micro-batches of a batch and add their gradients to ``.grad``. On the last stage, append losses to
         ``losses``, and return the outputs if ``return_outputs``; otherwise return None. With ``updates``, the optimizer
-        steps after every ``updates.every`` backwards and zeroes the gradients. Backwards since its last step count for
-        the next, perhaps in the next batch. `UsageError` if the batch (on the first stage) or ``target`` (on the last)
-        has another shape than planned."""
+        steps after every ``updates.every`` backwards and zeroes the gradients; backwards since then count for its next
+        step, perhaps in the next batch. `UsageError` if the batch (on the first stage) has another shape than planned,
+        or ``target`` (on the last) cannot be cut into micro-batches."""
         run = _Step(self, self._batch(args, kwargs), target, [] if losses is None else losses, return_outputs)
         # Random calls seed the default generator, whose state the caller gets again.
         state = torch.get_rng_state() if self.stage.code.draws else None

@@ -60,8 +60,8 @@ def dataflow_step(
     step: CapturedStep, named: Mapping[str, torch.Tensor], *, first: bool, last: bool
 ) -> CapturedStep:
     """Return the captured step of a pipeline stage with calls that take inputs and gradients from messages, and with
-    inverses. Stages except the last also take their outputs from the next one's message; stages except the first return
-    their inputs."""
+    inverses. Stages except the ``last`` also take their outputs from the next one's message; stages except the
+    ``first`` return their inputs. ``named``: parameters and buffers, by name."""
     values = dict(step.values)
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
 

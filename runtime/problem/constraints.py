@@ -73,7 +73,8 @@ def _named_in(model: nn.Module | None, key: object) -> Name:
 
 
 def check_names(policy: Policy, steps: Sequence[CapturedStep], model: str) -> None:
-    """Check that each name of a policy is a module or an op of one of the steps of ``model``; `UsageError` if not."""
+    """Check that each name of a policy is a module or an op of one of the steps of ``model``; `UsageError` if not. A
+    policy that is a function is not checked."""
     for name in () if callable(policy) else policy:
         module = name.removesuffix(INSIDE) if isinstance(name, str) else name
         if any(_inside(step, module) or _calls_of(step, name) for step in steps):

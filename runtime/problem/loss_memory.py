@@ -70,8 +70,7 @@ class LossMemory:
     @classmethod
     def usual(cls, step: CapturedStep, peak: int) -> LossMemory:
         """Return the assumed memory of an unknown loss: scalars if it reads no output, else `COPIES` times the outputs'
-        bytes. `FEWER` replaces `COPIES` if the peak would exceed the share `AMPLE_SHARE` of ``peak``, the step's
-        bytes."""
+        bytes. If these exceed the share `AMPLE_SHARE` of ``peak``, the step's bytes, `FEWER` times are assumed."""
         # A scalar output is taken for a loss of the model, which needs no bytes here, unless a gradient of it
         # arrived in an earlier backward.
         unread = in_own_losses(step) - step.arrived

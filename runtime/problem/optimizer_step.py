@@ -10,8 +10,8 @@ from rematplan.runtime.problem.loss_boundary import OPTIMIZER
 
 
 def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int) -> TrainingGraph:
-    """Return a problem with the optimizer's step as last op, or the same problem if ``transient``, that step's
-    temporary bytes, is 0."""
+    """Return a problem with the optimizer's step as last op; the same problem if ``transient``, that step's temporary
+    bytes, is 0. Its workspace is less by the outputs' gradients, which are counted as inputs but freed before."""
     if not transient:
         return graph
     tangents = step.given("tangent")

@@ -89,7 +89,8 @@ def without_random_states(graph: TrainingGraph) -> TrainingGraph:
 
 
 def with_saves(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
-    """Return runs (names of ops) in which each op that draws has its state saved just before it runs first."""
+    """Return ``runs`` (names of ops) with, before the first run of each op that draws, the op that saves its state, if
+    ``graph`` has one."""
     saved: set[str] = set()
     found: list[str] = []
     for name in runs:

@@ -51,8 +51,8 @@ def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
 
 
 def _contents(step: CapturedStep, written: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the values in memory into which calls write, from the first write on, each with the content that it needs.
-    ``written``: by call that writes, the content that it makes."""
+    """Yield, for each value in memory into which calls write, from the first write on, the tensor that stands for its
+    content. ``written``: by call that writes, the tensor for the content that it leaves."""
     found: dict[str, str] = {}
     for call in step.calls:
         state = written.get(call.name)

@@ -188,7 +188,8 @@ def states_of(
 
 
 def _labelled(one: Shaped, have: Mapping[str, AxisSpan]) -> dict[str, State] | None:
-    """Return the states of a call's values by the labels of its dimensions; None if this axis cannot be split."""
+    """Return the states of a call's values by the labels of its dimensions; None if the call cannot be split along this
+    axis. ``have``: where the call's values have the axis, as far as known."""
     rule = rule_of(one.step, one.call)
     value, span = next(iter(have.items()))
     if rule is None or value not in rule.labels:

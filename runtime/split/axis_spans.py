@@ -26,7 +26,8 @@ class AxisSpan:
 
 
 def through_view(old: Shape, new: Shape, span: AxisSpan, indices: int) -> AxisSpan | None:
-    """Return where a tensor has the axis after a reshape; None if the axis is not separate dimensions then."""
+    """Return where a tensor has the axis after a reshape; None if the axis is not separate dimensions then.
+    ``indices``: the length of the axis."""
     before = math.prod(old[: span.first])
     first, product = 0, 1
     while first < len(new) and (product < before or new[first] == 1):

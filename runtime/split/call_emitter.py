@@ -90,7 +90,8 @@ class CallEmitter:
         self.calls.append(call)
 
     def copied(self, like: Call | None, value: str) -> str:
-        """Emit a contiguous copy of a value if there is none yet, and return its name."""
+        """Emit a contiguous copy of a value if there is none yet, and return its name. ``like``: a call whose module
+        the copy gets."""
         if value not in self.copies:
             self.copies[value] = copy = f"{value}.copy"
             made = Call(

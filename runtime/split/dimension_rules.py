@@ -203,7 +203,8 @@ def joined(at: int, shape: int | None = None) -> Rule:
 
 
 def squeezed(one: Shaped) -> DimensionRule | None:
-    """The result lacks a dimension of size 1, argument 1, or has the operand's shape. None if it lacks several."""
+    """The result has the operand's shape, or lacks the dimension of size 1 that is argument 1; None if that argument is
+    no integer."""
     x, y = one.operand(0), one.results[0]
     if one.shape(x) == one.shape(y):
         return pointwise(one)

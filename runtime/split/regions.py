@@ -42,7 +42,8 @@ class SplitRegion:
 
     @property
     def name(self) -> str:
-        """A name for messages: `LOSS`, or the innermost module that contains all ops."""
+        """A name for messages: `LOSS` if the region computes a loss, else the innermost module that contains all ops,
+        or ``model``."""
         if LOSS in self.modules:
             return LOSS
         shared = self.modules[0].split(".") if self.modules else []

@@ -123,8 +123,8 @@ class Gram:
             self._add_border(out, sums, self.all_rows)
 
     def _rows(self, tensor: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return the rows of ``count`` samples from ``start``, as (groups, features, rows) in ``dtype``. If
-        ``share`` is below 1, select that share."""
+        """Return the rows of ``count`` samples from ``start``, as (groups, features, rows) in ``dtype``: one for each
+        position, or by `places` one for each sample. If ``share`` is below 1, select that share."""
         groups, features, samples, places = self.read.sizes
         each = self.places == "each"
         if isinstance(self.read, Patches):
@@ -217,7 +217,8 @@ def _taken(rows: int, share: float) -> int:
 
 
 def _indices(rows: int, share: float, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the indices of the used rows: for each dimension of ``sizes``, a vector with one for each used row."""
+    """Return the indices of the rows that are used, a ``share`` of ``rows``. For each dimension of ``sizes``, they are
+    a vector with one entry for each used row."""
     taken = _taken(rows, share)
     at = torch.arange(taken, device=device, dtype=torch.float64)
     # One row of each interval of rows / taken rows. Its position in the interval follows the golden ratio, so

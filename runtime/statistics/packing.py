@@ -44,7 +44,8 @@ def block_column(packed: Tensor, d: int, start: int, end: int, offset: int) -> T
 
 
 def unpack(packed: Tensor, d: int, border: bool = False) -> Tensor:
-    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border)."""
+    """Return packed symmetric matrices (..., `packed_size`) as dense ones (..., d + border, d + border). ``border``:
+    whether they have one more row and column."""
     whole = d + border
     dense = packed.new_empty((*packed.shape[:-1], whole, whole))
     for start, end, offset in block_columns(d):

@@ -145,8 +145,8 @@ class Weights:
         return found
 
     def _product(self, call: Call, index: int) -> Product | None:
-        """Return the product of which result ``index`` is a weight's gradient, or None if it is none or no
-        layer of the forward matches it."""
+        """Return the product of which result ``index`` of a call is a weight's gradient. None if there is no such
+        product, no layer of the forward matches it, or its operands are integers."""
         late = call.name in self.step.after_loss
         product = product_of(call, self.step) if late else None
         if product is None or index != (1 if product.weight else 0):
@@ -327,7 +327,8 @@ def _below_rows(placement: Placement, region: RowRange) -> tuple[tuple[int, ...]
 
 
 def _effective_name(parts: list[str], used: set[str]) -> str:
-    """Return the parametrised attribute if all parameters are of one, else joined names; apostrophes make it unused."""
+    """Return the name of the parametrised attribute if all ``parts`` are parameters of one, else their names joined by
+    ``+``. Apostrophes are appended while that name is in ``used``."""
     owners = {p.partition(".parametrizations.") for p in parts}
     stems = {(owner, rest.partition(".")[0]) for owner, mark, rest in owners if mark}
     if len(stems) == 1 and all(mark for _, mark, _ in owners):

@@ -68,8 +68,8 @@ def window(node: Node, x: Tensor) -> Window:
 
 @ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
 def max_pool(node: Node, x: Tensor) -> Any:
-    """Run ONNX MaxPool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. A second output has the maxima's
-    positions in the flattened ``x``."""
+    """Run ONNX MaxPool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. If the node has a second output, also
+    return the maxima's positions in the flattened ``x``."""
     w = window(node, x)
     indices = len(node.outputs) > 1 and bool(node.outputs[1])
     # torch pools only floats, in which eight-bit integers are exact.

@@ -27,7 +27,8 @@ def _product(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def _extreme(function: Reduction, of_none: float) -> Reduction:
-    """Return a reduction that computes maxima or minima, also of tensors without elements, which torch refuses."""
+    """Return a reduction that computes maxima or minima, also of tensors without elements, which torch refuses. Their
+    result is ``of_none``, an infinity, or for integers the end of the type."""
 
     def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
         if x.numel():
@@ -150,8 +151,8 @@ def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
 def _cumulative(
     node: Node, x: Tensor, axis: Known, function: Callable[..., Tensor], neutral: float
 ) -> Tensor:
-    """Return ``function`` (`torch.cumsum` or `torch.cumprod`) of ``x`` along ``axis``, from the end with
-    ``reverse``, without the own element with ``exclusive``."""
+    """Return ``function`` (`torch.cumsum` or `torch.cumprod`) of ``x`` along ``axis``, from the end with ``reverse``,
+    without the own element with ``exclusive``. ``neutral``: the result of no elements."""
     at = (known_ints(axis) or (0,))[0]
     x = x.flip(at) if integer(node, "reverse", 0) else x
     if integer(node, "exclusive", 0):

@@ -26,9 +26,9 @@ def _complex(x: Tensor) -> Tensor:
 
 @ROWS.add("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
-    """Run ONNX DFT along an axis, or its inverse. The last axis has size 1 (real) or 2 (real and imaginary parts). If
-    ``onesided`` is set, a transform returns the first half of the frequencies, and an inverse reads that half and
-    returns real numbers."""
+    """Run ONNX DFT along ``axis`` (None: −2) for ``length`` entries (None: all), or its inverse. The last axis has size
+    1 (real) or 2 (real and imaginary parts). If ``onesided`` is set, a transform returns the first half of the
+    frequencies, and an inverse reads that half and returns real numbers."""
     along = (-2 if axis is None else int(axis.reshape(()))) % x.dim()
     size = None if length is None else int(length.reshape(()))
     half, values = bool(integer(node, "onesided", 0)), _complex(x)

@@ -41,7 +41,8 @@ def linear_attention(
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run ONNX LinearAttention: update each head's state (key size × value size) step by step, and multiply it by the
-    query. Returns the result (batch, steps, features) and the last state. Raises `ModelError` if the rule or the
+    query. ``past``: the first state; None: zeros. ``decay``: logarithms of the state's factors. ``beta``: factors of
+    its change. Returns the result (batch, steps, features) and the last state. Raises `ModelError` if the rule or the
     numbers of heads do not fit."""
     rule = text(node, "update_rule", "gated_delta")
     heads, readers = integer(node, "kv_num_heads", 0), integer(node, "q_num_heads", 0)
