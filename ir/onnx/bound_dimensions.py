@@ -16,8 +16,8 @@ def bound_inputs(
     inputs: Sequence[Declared], dims: Mapping[str, int]
 ) -> tuple[tuple[Value, ...], dict[str, int]]:
     """Replace the symbolic dimensions of the inputs by sizes. Return the inputs, and the size of each symbol by name.
-    `UsageError` for an unknown name or a size that is no positive integer; `ModelError` for a dimension without a
-    size."""
+    `UsageError` for an unknown name or a size that is no positive integer; `ModelError` for an input without a shape, a
+    dimension without a size, or more than `MOST_ELEMENTS`."""
     for name, size in dims.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"--dim {name}={size}: a dimension is a positive whole number")
@@ -49,8 +49,8 @@ def _dim_name(declared: Declared, at: int) -> str:
 
 
 def _bound_shape(declared: Declared, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Return an input's shape with the sizes ``dims``; one stated by position has priority. `ModelError` if one is
-    missing, or there are more than `MOST_ELEMENTS`."""
+    """Return an input's shape with the sizes ``dims``; a size stated by position has priority over one stated by name.
+    `ModelError` if the shape or a size is unknown, or there are more than `MOST_ELEMENTS`."""
     if declared.shape is None:
         raise ModelError(f"input {declared.name!r} states no shape, so its dimensions cannot be bound")
     shape = []

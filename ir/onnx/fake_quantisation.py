@@ -24,9 +24,8 @@ _GRID = ("axis", "block_size")
 
 
 def with_fake_quantisation(nodes: Sequence[Node], source: Source) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Replace each DequantizeLinear of a QuantizeLinear with equal scale and zero point by a FakeQuantize;
-    return nodes and notes.
-    """
+    """Replace each DequantizeLinear of a QuantizeLinear with equal scale, zero point, axis and block size by a
+    FakeQuantize. Return the nodes, and a note if any were replaced."""
     writers = {o: node for node in nodes if not node.domain for o in node.outputs if o}
     new = tuple(_joined(node, writers, source) or node for node in nodes)
     count = sum(node.op == FAKE_QUANTIZE for node in new)
