@@ -98,7 +98,8 @@ def _kind(target: object, results: object) -> LibraryCall:
 
 
 def _workspaces(step: CapturedStep, graph: TrainingGraph) -> dict[LibraryCall, int]:
-    """Return the temporary bytes of a step's calls that stay a library's."""
+    """Return the temporary bytes of a step's calls of libraries, which Inductor does not fuse, by their op and the
+    shapes of their results."""
     found: dict[LibraryCall, int] = {}
     for call in step.calls:
         if call.name in graph.op and not is_fusible(step, call):

@@ -83,7 +83,7 @@ class StepDifferences:
 
 
 def differences(expected: Results, found: Results) -> StepDifferences:
-    """Compare what two steps leave behind."""
+    """Return what differs between what two steps leave behind."""
     names = dict.fromkeys((*expected.others, *found.others))
     pairs = {name: (expected.others.get(name), found.others.get(name)) for name in names}
     return StepDifferences(
@@ -209,7 +209,8 @@ def _missing(names: tuple[str, ...], seen: Watched) -> Fault:
 
 
 def _place(region: Region, results: Sequence[str]) -> str:
-    """Return the module of a region: where its ops run, or that of a result."""
+    """Return the module of the first op of a region that is in one; without such an op, that of the first of
+    ``results``."""
     ran = next((run.module for run in region.first if run.module), "")
     return ran or results[0].partition(" ")[2].rpartition(".")[0]
 
@@ -357,7 +358,7 @@ def _fault(
 
 
 def of_first_differences(seen: Watched) -> Iterator[Fault]:
-    """Yield a fault if a recomputed op differs by more than rounding."""
+    """Yield a fault if a recomputed op differs by more than rounding, or in its autocast state."""
     if found := [
         d for d in _first_differences(seen) if d.error > ROUNDING or d.first.autocast != d.again.autocast
     ]:

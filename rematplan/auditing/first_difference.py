@@ -36,7 +36,8 @@ class FirstDifference:
         return _error(self.first, self.again)
 
     def explains(self, error: float) -> bool:
-        """Return whether the difference is large enough for a relative error of a result."""
+        """Return whether the difference is large enough to explain the relative error ``error`` of a result; another
+        autocast state always is."""
         same_cast = self.first.autocast == self.again.autocast
         return not (same_cast and 0 < self.error < ROUNDING and GROWTH * self.error < error)
 

@@ -61,8 +61,8 @@ class OpRun:
 
 @dataclass
 class Region:
-    """A part of a step that is checkpointed: a function under `torch.utils.checkpoint`, or a `torch.autograd.Function`
-    that recomputes."""
+    """A part of a step that may be recomputed: a function under `torch.utils.checkpoint`, or a
+    `torch.autograd.Function`."""
 
     kind: str
     """``reentrant`` or ``non-reentrant``, or ``function``."""

@@ -45,7 +45,8 @@ def positive_number(text: str) -> float:
 
 
 def inversion_error(text: str) -> bool | float:
-    """Read the value of ``--inverses``: True if it has none, else the largest relative error."""
+    """Read the value of ``--inverses``: True if it has none, else the largest relative error, above zero, or raise
+    `ArgumentTypeError`."""
     return True if text == DEFAULT else positive_number(text)
 
 

@@ -127,7 +127,7 @@ def load(args: argparse.Namespace, out: Output, *, runs: bool = False) -> Source
 
 
 def is_problem(args: argparse.Namespace) -> bool:
-    """Return whether MODEL is a problem file."""
+    """Return whether MODEL is a problem file, and the command accepts one."""
     return bool(args.problem_file and args.model.endswith(PROBLEM))
 
 
@@ -151,7 +151,8 @@ def costs_of(args: argparse.Namespace) -> str:
 
 
 def check_costs(costs: str) -> None:
-    """Refuse an unknown device model before torch is loaded, which takes seconds. Files are read later."""
+    """Raise `UsageError` for an unknown device model before torch is loaded, which takes seconds. Files are read
+    later."""
     if costs not in (PROFILE, ROOFLINE) and not costs.endswith(".json"):
         device_model(costs)
 
@@ -183,7 +184,8 @@ def load_model(
 
 
 def sizes_and_dims(args: argparse.Namespace) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Return what ``--dim`` states: the sizes of a network of the zoo, and those of a file's symbolic dimensions."""
+    """Return what ``--dim`` states: the sizes of a network of the zoo, and those of a file's symbolic dimensions. One
+    of the two is empty."""
     stated = dimensions(args.dim or ())
     return (zoo_sizes(args.model, stated), {}) if args.model in SUMMARIES else ({}, stated)
 

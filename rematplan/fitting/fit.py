@@ -140,7 +140,8 @@ def answer(model: SizedModel, asked: Question, largest: bool, progress: Progress
 
 
 def _largest(model: SizedModel, sizes: SizeSearch) -> tuple[LargestSizes | None, tuple[str, ...]]:
-    """Return the largest sizes that fit; or None and a note, if the model runs at the size in question only."""
+    """Return the largest sizes that fit; or None and a note, if the model cannot be made or captured at another
+    size."""
     try:
         return sizes.largest(), ()
     except (ModelError, UsageError) as error:

@@ -92,8 +92,8 @@ class LargestSizes:
 
 class SizeSearch:
     """The planning problems of a model at any size, and their plans. A size between captured ones is interpolated, if
-    the bytes of all tensors are found to be polynomials of the size. If the number of layers varies and they are equal,
-    problems are built from those with 5, 6 and 7 layers. Otherwise the step is captured."""
+    the bytes of all tensors are found to be polynomials of the size. If the number of layers varies and the layers are
+    equal, problems are built from those with 5, 6 and 7 layers. Otherwise the step is captured."""
 
     def __init__(self, model: SizedModel, asked: Question, progress: Progress) -> None:
         self.model, self.asked, self.progress = model, asked, progress

@@ -19,7 +19,8 @@ OF_THE_MODEL = ("modules", "policy", "dynamic_shapes")
 
 
 def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
-    """Refuse a missing or malformed budget, and unknown or malformed options, before there is a model."""
+    """Raise `UsageError` for a missing or malformed budget, and for unknown or malformed options, before there is a
+    model."""
     of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}
     apply(nn.Module(), budget, **of_no_model)
 

@@ -76,8 +76,8 @@ class CacheEntry:
         return next((w for (others, most), w in known if gradients <= most and names <= others), None)
 
     def counting(self, gradients: int, names: frozenset[str]) -> CacheEntry:
-        """Return this entry, noted in `with_gradients` if ``gradients``, in bytes, is not 0: its plan also fits
-        then."""
+        """Note in `with_gradients` that the plan of this entry also fits with ``gradients`` bytes of gradients of
+        ``names``, unless that is 0. Return this entry."""
         if gradients:
             self.with_gradients[names, gradients] = self
         return self
@@ -85,7 +85,8 @@ class CacheEntry:
     def planned_again(
         self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
     ) -> CacheEntry:
-        """Return an entry with another step and plan, which also serves earlier gradients if the plan fits then."""
+        """Return an entry for the same calls with another step and plan. It also serves gradients of earlier steps, if
+        the plan ``made`` counts some."""
         other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))

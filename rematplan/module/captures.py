@@ -42,8 +42,8 @@ MANY_SIZES = 4 * MANY
 
 @dataclass(frozen=True, eq=False)
 class ReadyCapture:
-    """A capture for a call that was made before the module is planned. ``key``: the call's (`Tracing.key`). ``found``:
-    the capture."""
+    """A capture that was made before the module is planned. ``key``: of the calls that it may serve (`Tracing.key`).
+    ``found``: the capture."""
 
     key: Hashable
     found: Found

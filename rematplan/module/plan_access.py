@@ -104,7 +104,8 @@ class Planning:
     their model uses these names itself.
 
     Raises:
-        UsageError: the module is not planned.
+        UsageError: the module is not planned. `plan`, `source` and `report` also raise it if there is no plan yet, or
+            the model is planned in parts; methods for statistics, if the module was planned without them.
     """
 
     def __init__(self, planned: nn.Module) -> None:

@@ -23,7 +23,8 @@ class StateTensors:
     def among_arguments(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Original, tuple[Any, ...], dict[str, Any]]:
-        """Return a call in which the state is an argument: its forward sets the attributes before anything else."""
+        """Return a call in which the state is a further argument. The forward of the call sets the attributes before
+        anything else. Without `places`, the call is unchanged."""
         if not self.places:
             return original, args, kwargs
         state = {place: _found(original.model, *place) for place in sorted(self.places)}

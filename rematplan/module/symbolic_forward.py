@@ -98,8 +98,8 @@ class OpenForward:
     def found(
         self, state: guards.ModuleState | None, batch: Sequence[torch.Tensor], counts: Sequence[int] = ()
     ) -> Found | None:
-        """Return a copy of the trace for the sizes of a batch, or None if the batch or the module's state breaks the
-        guard."""
+        """Return a copy of the trace for the sizes of a batch; None if the batch or the module's state breaks the
+        guard. `NotSymbolic` if an op returns other strides than stated."""
         accepted = self.accepted(state, batch, counts)
         if accepted is None:
             return None
@@ -136,7 +136,8 @@ class OpenForward:
         return None
 
     def step_at(self, batch: Sequence[torch.Tensor], sizes: SizeValues) -> CapturedStep:
-        """Make the captured step for a batch, before planning. ``sizes``: the values of all size expressions."""
+        """Make the captured step for a batch, before planning; `NotSymbolic` if an op returns other strides than
+        stated. ``sizes``: the values of all size expressions."""
         step = finished(without_full_slices(self.step.at(batch, sizes)))
         check_layouts(step)
         return replace(step, attributes=self.attributes)

@@ -128,7 +128,7 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, a sparse one with all its zeros."""
+    """Return a tensor as it is if it is dense; a sparse one with all its zeros."""
     return t if t.layout == torch.strided else t.to_dense()
 
 

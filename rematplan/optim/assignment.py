@@ -44,8 +44,8 @@ def by_factor(parts: Mapping[FactorPart, int]) -> dict[FactorKey, int]:
 
 
 def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[FactorPart, int]) -> dict[str, int]:
-    """Return, by weight name, the rank that multiplies the layer's gradient by both inverses: the owner of
-    the larger one."""
+    """Return, by weight name, the rank that multiplies the layer's gradient by both inverses: the owner of the larger
+    inverse."""
     owner = by_factor(parts)
     # The other owner sends the smaller inverse when it is new: about as many numbers as the gradient at most,
     # which the alternative would send in each step.

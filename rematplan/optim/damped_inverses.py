@@ -95,8 +95,8 @@ def eigen(factor: Tensor, damping: float, _before: Inverse | None = None) -> Spe
 
 
 def low_rank(factor: Tensor, damping: float, before: Inverse | None = None) -> Spectral:
-    """Return about (``factor`` + λ I)⁻¹ by the n ÷ 8 largest eigenvalues, by Nyström's method. ``factor``: (…, n, n),
-    symmetric. If ``before`` is `Spectral`, it starts with its eigenvectors."""
+    """Return about (``factor`` + λ I)⁻¹ by the n ÷ 8 largest eigenvalues, by Nyström's method, which starts with the
+    eigenvectors of ``before`` if that is `Spectral`. ``factor``: (…, n, n), symmetric."""
     rank = max(1, factor.shape[-1] // LOW_RANK_SHARE)
     values, basis = nystrom(factor, rank, before.basis if isinstance(before, Spectral) else None)
     return low_rank_inverse(factor, values, basis, damping)

@@ -97,7 +97,8 @@ class Factor:
         self.changed = True
 
     def fold_trace(self, trace: float, count: float, decay: float) -> None:
-        """The same for the trace alone, in a process that does not store the average."""
+        """Add the trace of statistics over ``count`` rows to `trace`, first multiplied by ``decay``, in a process that
+        does not store the average."""
         self.trace = decay * (self.trace or 0.0) + trace
         self.count = decay * self.count + count
 
@@ -142,8 +143,8 @@ class Factor:
         return low_rank_inverse(mean, values, basis, damping) if self.rank <= few else None
 
     def effective_rank(self, damping: float) -> int:
-        """Return how many eigenvalues of the average are above ``damping``, of any group the most. O(size³),
-        or O(size) for a diagonal."""
+        """Return how many eigenvalues of the average are above ``damping``; the largest such number of all groups.
+        O(size³), or O(size) for a diagonal."""
         mean = self.mean()
         values = mean if self.diagonal else torch.linalg.eigvalsh(mean)
         return int((values > damping).sum(-1).max())

@@ -131,8 +131,8 @@ class Layer:
         return {"a": self.a.state(), "g": self.g.state()}
 
     def load(self, state: Mapping[str, Any], averages: tuple[int, ...] = BOTH, inverses: bool = True) -> None:
-        """Restore what `state` returned. ``averages``: the factors whose averages this process needs;
-        ``inverses``: whether it needs inverses."""
+        """Restore what `state` returned. ``averages``: the factors whose averages this process needs, and whose
+        inverses it keeps; ``inverses``: whether it needs both inverses."""
         for at, (side, key) in enumerate(zip(self.sides, "ag", strict=True)):
             side.load(state[key], self.weight.device, at in averages, inverses or at in averages)
 

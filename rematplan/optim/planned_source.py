@@ -37,8 +37,8 @@ class PlannedSource:
         return Statistics(factors, skipped, self.step()) if len(factors) else None
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with factors of a running backward and the number of the training step. It
-        replaces an earlier listener."""
+        """Call ``listener``, in place of an earlier one, with factors of a running backward and the number of the
+        training step."""
         self._relays = tuple(_Relay(self, prefix, listener) for prefix in self._parts)
         for relay, part in zip(self._relays, self._parts.values(), strict=True):
             part.listen_to_statistics(relay.report)

@@ -44,7 +44,8 @@ class AroundParts:
 
 
 def accumulates(model: nn.Module) -> bool:
-    """Return whether whole gradients exist after a step, or before it: ``set_requires_gradient_sync(False)``."""
+    """Return whether FSDP2 keeps whole gradients of a model after a step, as after
+    ``set_requires_gradient_sync(False)``, or has some of earlier steps."""
     return any(map(_accumulates, groups_of(model)))
 
 

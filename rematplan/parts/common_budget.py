@@ -64,7 +64,7 @@ class PlannedPart:
     """Makes the part's planning problems."""
 
     def is_of(self, step: CapturedStep) -> bool:
-        """Return whether the plan is one of a step, which has the same calls and sizes."""
+        """Return whether a step has the same calls and sizes as the plan's step."""
         return step.calls == self.step.calls and step.storage_bytes == self.step.storage_bytes
 
     def plan(self, step: CapturedStep) -> StepPlan:
@@ -291,7 +291,8 @@ def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
 
 
 def _charged(given: int, measured: int) -> int:
-    """Return the bytes charged for those given before a call, and those measured outside of the parts."""
+    """Return the bytes that are charged: ``given`` before a call and ``measured`` outside of the parts, the latter with
+    `MARGIN` in addition."""
     return given + measured + int(MARGIN * measured)
 
 

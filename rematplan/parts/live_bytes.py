@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._counted.discard, key).atexit = False
 
     def peak_since(self) -> int:
-        """Return the largest sum since the last call of this method."""
+        """Return the most bytes at one time since the last call of this method."""
         peak, self.peak = self.peak, self.live
         return peak
 

@@ -328,7 +328,8 @@ def _unsuitable(found: Found) -> str:
 
 
 def repeated_bytes(parts: Mapping[str, nn.Module], calls: Iterable[str]) -> int:
-    """Return the bytes of the parameters of parts that run several times. ``calls``: the names of those that run."""
+    """Return the bytes of trained parameters that occur in several calls of parts. ``calls``: the name of the part of
+    each call."""
     times = Counter(p for name in calls for p in parts[name].parameters() if p.requires_grad)
     return sum(allocated(p.nbytes, p.device) for p, count in times.items() if count > 1)
 

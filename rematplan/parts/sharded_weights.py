@@ -30,7 +30,8 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
 
 
 def modules_with_states(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield those of a model's modules that FSDP2 shards, with its state of each, which several may share."""
+    """Yield those of a model's modules that FSDP2 shards, each with the state that FSDP2 has for it; several may share
+    one."""
     fsdp = sys.modules.get(FSDP)
     for part in model.modules() if fsdp else ():
         if isinstance(part, fsdp.FSDPModule):  # type: ignore[union-attr]

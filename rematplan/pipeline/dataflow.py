@@ -156,8 +156,8 @@ def _rounding(captured: CapturedStep, step: CapturedStep) -> float:
 
 
 def _errors(graph: TrainingGraph, schedule: Schedule, step: CapturedStep) -> tuple[float, float]:
-    """Return the largest predicted relative error of the tensors that a schedule recovers, and by how much it grows per
-    error received."""
+    """Return the largest predicted relative error of the tensors that a schedule recovers, and by how much it grows for
+    each unit of relative error in the tensors received."""
     exact = worst_error(graph, schedule)
     answers = {inverse.name for inverse in step.inverses if isinstance(inverse.target, Handed)}
     noisy = replace(

@@ -136,7 +136,7 @@ def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Co
 
 
 def _after_weights(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
-    """Return the runs with readers of the second boundary moved behind it."""
+    """Return the runs with those that read the boundary before weight gradients moved behind that boundary."""
     if loss_boundary.WEIGHTS not in runs:
         return list(runs)
     end = runs.index(loss_boundary.WEIGHTS)

@@ -227,7 +227,8 @@ def _check_splits(asked: PlanOptions, stages: Sequence[StageModule]) -> None:
 
 
 def _in_stage(asked: PlanOptions, stage: StageModule) -> PlanOptions:
-    """Return the options with the splits of modules that have ops in a stage, or those that are chosen."""
+    """Return the options with only the stated splits of modules that have ops in a stage; the options themselves for
+    ``auto``."""
     if asked.split == AUTO_SPLIT:
         return asked
     inside = tuple(pair for pair in asked.stated_parts if pair[0] in stage.modules)

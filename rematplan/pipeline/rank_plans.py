@@ -105,8 +105,8 @@ def budget_bytes(stated: Budget, order: PipelineSchedule, parts: Mapping[int, Ca
 
 
 def rank_plans(pipe: Pipeline, ranks: Iterable[int], asked: PlanOptions) -> dict[int, RankPlan]:
-    """Return, by rank, plans of its stages within the budget. Dataflow plans keep no more than `starting_plans` between
-    forward and backward, if several micro-batches are in flight."""
+    """Return, by rank, plans of its stages within the budget; `InfeasibleBudget` if a rank has none. Dataflow plans
+    keep no more than `starting_plans` between forward and backward, if several micro-batches are in flight."""
     return plans_of_ranks(
         lambda rank, most: _search(replace(pipe, budget=most), rank, asked), ranks, pipe.budget
     )

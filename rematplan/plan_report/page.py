@@ -280,7 +280,7 @@ def _lanes(subject: Subject, found: Replay) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """Runs of one lane without a gap between them, first runs or runs again."""
+    """Runs of one lane without a visible gap between them, first runs or runs again."""
 
     lane: int
     first: str

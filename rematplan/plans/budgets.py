@@ -104,7 +104,8 @@ class Budget:
         return self.kind in ("share", "activations")
 
     def of(self, graph: TrainingGraph, smallest: Callable[[], int] = lambda: 0) -> int:
-        """Return the budget in bytes for a planning problem."""
+        """Return the budget in bytes for a planning problem. ``smallest`` returns the smallest peak found; only ``min``
+        and ``least`` need it."""
         return self.bytes(no_recompute(graph).estimate.peak, smallest, whole_bytes(graph))
 
 

@@ -31,8 +31,8 @@ def stage_planner(strategy: Strategy) -> StagePlanner:
 
 
 def common_effort(asked: PlanOptions, most: float = math.inf) -> Effort:
-    """Return what all searches of one planning may do together: the moves that the strategy counts, or its seconds, at
-    most ``most``, at least `SHORTEST`."""
+    """Return what all searches of one planning may do together: the moves that `Auto` counts, else the seconds of the
+    time limit, at most ``most`` and at least `SHORTEST`."""
     moves = asked.strategy.counted if isinstance(asked.strategy, Auto) else 0
     return Effort(moves=moves) if moves else Effort(max(SHORTEST, min(asked.time_limit, most)))
 

@@ -75,7 +75,8 @@ def priced(
 
 
 def copies_priced(step: CapturedStep, graph: TrainingGraph, costs: str) -> Copies:
-    """Return the memory to copy the outputs' gradients if a loss gives them other strides than at capture."""
+    """Return the memory to copy the outputs' gradients if a loss gives them other strides than at capture. With a
+    device model, workspaces are left out."""
 
     def measured(other_strides: CapturedStep, names: Collection[str]) -> Mapping[str, int]:
         return {name: cost.workspace for name, cost in profile_costs(other_strides, only=names).items()}

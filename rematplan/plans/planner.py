@@ -99,8 +99,8 @@ class Planner(StepProblems):
         return self.options.stated_budget().text, self.scope
 
     def of_training(self) -> Planner | None:
-        """Return this planner with its percentage to be turned into bytes anew for training, perhaps by DDP; None if it
-        has none that plans share."""
+        """Return this planner with another scope, so that its percentage becomes bytes anew when training begins, as
+        under DDP. None without a percentage, with a saved plan, or with several calls in flight."""
         asked = self.options
         if asked.saved is not None or asked.several or not asked.stated_budget().is_percentage:
             return None
@@ -400,7 +400,8 @@ class Planner(StepProblems):
         return StepPlan(step, plan, problem=graph, notes=notes)
 
     def planned(self, step: CapturedStep) -> Plan:
-        """Return the plan of a step. Unlike `plan`, it adds no inverses, and raises an error if no plan fits."""
+        """Return the plan of a step. Unlike `plan`, it adds no inverses, and raises `InfeasibleBudget` if no plan fits.
+        A saved plan must be one of this step, else `ProblemError`."""
         graph = self.problem(step)
         if self.options.saved is not None:
             return self._overlapped(step, graph, self.options.saved.plan(graph))[0]

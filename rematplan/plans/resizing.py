@@ -51,8 +51,8 @@ class Corner:
 
 @dataclass(eq=False)
 class Resizing:
-    """Evaluates the known plans of a step at other sizes, between those whose problems are known: bytes exactly,
-    costs by interpolation."""
+    """Evaluates the known plans of a step at other sizes, between those whose problems are known. Bytes of storages are
+    exact; costs, and what tensors have in addition, are interpolated."""
 
     problem: TrainingGraph
     """The problem at some sizes."""

@@ -346,7 +346,8 @@ def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBu
 
 
 def _with_any_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
-    """Return a refusal of the splits that were chosen with what is proven of all."""
+    """Return the refusal ``error`` of chosen splits with the floor of any splits. The refusal is called proven if the
+    budget is below that floor, and only then."""
     floor = split_floor(step, problems.problem_at(step)[1], splittable(step, find_regions(step)))
     if error.budget < floor.bytes:
         return replace(error, known="proven", floor=floor_text(floor))

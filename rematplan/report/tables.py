@@ -42,7 +42,8 @@ def show_lanes(plan: Plan) -> str:
 
 
 def split_for_people(graph: TrainingGraph, plan: Plan) -> dict[str, int]:
-    """Return the bytes at a plan's peak by kind of memory, with the names of `LABELS`."""
+    """Return the bytes at a plan's peak by kind of memory, with the names of `LABELS`. Kinds without bytes are left
+    out, except those of `ALWAYS` for a captured step."""
     found = {LABELS.get(kind, kind): n for kind, n in peak_split(graph, plan.schedule).items()}
     # Kinds with 0 bytes are shown for a captured training step.
     shown = dict.fromkeys(ALWAYS, 0) if graph.fixed_split else {}
