@@ -55,7 +55,8 @@ class NearLeastOptions:
     longest: int = 600_000
     """If a sequence of runs would be longer, the search gives up. DenseNet-121 would need a million."""
     run_moves: int = 2
-    """The moves that each run of such a sequence counts as. FocalNet has 560,000, which took 7 s to shorten in vain."""
+    """The moves that each run of such a sequence counts as, since it takes time to shorten. GoogLeNet's has 560,000
+    runs."""
     most_tidied: int = 300_000
     """Longer sequences are not tidied but given up, after they were shortened."""
 
