@@ -182,10 +182,11 @@ def plan_module(
             shape gets a search of its own. With a saved plan, ``auto`` splits what that plan splits.
         kernels: ``eager`` for the kernels of eager mode; ``fused`` for kernels that Inductor compiles, each for several
             neighbouring ops (pointwise ops, reductions, norms), between matrix products, convolutions and other ops of
-            libraries. Results then differ from eager mode's by rounding; they are the same in every run and under every
-            plan. A percentage refers to the peak of the fused step or, with ``split``, of the step with neither. The
-            second shape gets kernels with open sizes, which serve further ones. Ops whose kernel cannot be compiled run
-            as in eager mode, and a warning says so.
+            libraries. Results then differ from eager mode's by rounding; they are the same under every plan, and in
+            every run whose first two shapes are the same. A percentage refers to the peak of the fused step or, with
+            ``split``, of the step with neither. The second shape gets kernels with open sizes, which serve further
+            ones; with ``split``, each shape gets kernels of its own. Ops whose kernel cannot be compiled run as in
+            eager mode, and a warning says so.
 
     Raises:
         InfeasibleBudget: the strategy finds no plan that fits. The error has the smallest peak found.

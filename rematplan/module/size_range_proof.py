@@ -47,7 +47,7 @@ def prove_ranges(
     ``on_infeasible`` says, where none fits. Warns of what is not proven."""
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
-        return ()  # splits and fused kernels are those of one size
+        return ()  # the problems of a proof have neither splits nor fused kernels
     if options.stated_budget().is_lean:
         return ()
     # The other dimensions have fixed sizes. Sizes below 2 have other ops and are not checked.

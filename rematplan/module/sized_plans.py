@@ -122,7 +122,8 @@ class SizedPlans:
 
     def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
         """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if no plan is
-        known to fit. `NotSymbolic` if an op returns other strides at these sizes."""
+        known to fit, or a fused kernel does not serve these sizes. `NotSymbolic` if an op returns other strides at
+        these sizes."""
         alike = self._of_pattern.get(self._pattern(sizes))
         if alike is None or alike.resizing is None or not all(k.serves(sizes) for k in alike.kernels):
             return None

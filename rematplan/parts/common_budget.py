@@ -69,7 +69,7 @@ class PlannedPart:
 
     def plan(self, step: CapturedStep) -> StepPlan:
         """Return a plan of a part's step that keeps and needs no more bytes than the present plan. If none is found,
-        return the one with the smallest peak found, and warn if it exceeds the present plan."""
+        return the one found that keeps least between forward and backward, and warn if it exceeds the present plan."""
         if self.is_of(step):
             return replace(self.made, step=self.planner.with_inverses(step))
         form, problem = part_problem(step, self.planner, self.figures.stage)
@@ -291,8 +291,8 @@ def _loss(rehearsed: Rehearsed, asked: PlanOptions) -> int:
 
 
 def _charged(given: int, measured: int) -> int:
-    """Return the bytes that are charged: ``given`` before a call and ``measured`` outside of the parts, the latter with
-    `MARGIN` in addition."""
+    """Return the bytes charged for ``given`` bytes before a call and ``measured`` bytes outside of the parts: the sum
+    of both, and the share `MARGIN` of ``measured`` in addition."""
     return given + measured + int(MARGIN * measured)
 
 

@@ -190,7 +190,7 @@ class PlanOptions:
 
     @property
     def rewrites(self) -> bool:
-        """Whether ops of a step are split or fused, which is done anew for each size."""
+        """Whether ops of a step are split or fused."""
         return self.split != UNSPLIT or self.fuses
 
     @property

@@ -32,9 +32,9 @@ def plan_either(
     store: PlanStore | None = None,
     hurried: bool = False,
 ) -> tuple[TrainingGraph, Plan]:
-    """Plan a step as the problem ``plain`` and, unless that needs no recomputation, as ``inverted``, which has inverses
-    that round in addition. Return the better plan's problem and plan; `InfeasibleBudget` if none is found. ``hurried``:
-    as in `plan_within`."""
+    """Plan a step as the problem ``plain`` and as ``inverted``, which has inverses that round in addition; as ``plain``
+    alone if its plan within a budget in bytes recomputes nothing. Return the better plan's problem and plan;
+    `InfeasibleBudget` if none is found. ``hurried``: as in `plan_within`."""
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)
     store = PlanStore() if store is None else store

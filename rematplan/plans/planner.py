@@ -158,7 +158,7 @@ class Planner(StepProblems):
         return RewrittenStep(found.step, (found.note,) if found.kernels else ())
 
     def as_planned(self, step: CapturedStep) -> CapturedStep:
-        """Return the step as its plans have it: with fused kernels and inverses, as the options say."""
+        """Return the step as its plans have it: with splits, fused kernels and inverses, as the options say."""
         return self.with_inverses(self.rewritten(step).step)
 
     def _split(self, step: CapturedStep, first: bool) -> RewrittenStep:
