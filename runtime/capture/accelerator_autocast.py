@@ -26,8 +26,8 @@ FLOAT32 = frozenset(NAMES.split())
 
 
 def mixed_precision(module: nn.Module, accelerator: bool) -> nn.Module:
-    """Return a module that runs ``module`` in bfloat16 autocast. ``accelerator``: compute the functions in `FLOAT32` in
-    that type, as on CUDA."""
+    """Return a module that runs ``module`` in bfloat16 autocast of the CPU. ``accelerator``: whether the functions in
+    `FLOAT32` compute in float32, as on CUDA."""
     return _Mixed(module, accelerator)
 
 

@@ -52,8 +52,8 @@ class NewBuffer:
 
 
 def with_new_buffers(step: CapturedStep) -> CapturedStep:
-    """Return the step with a `NewBuffer` for each dense scatter that is no output and of which calls read only the part
-    it wrote. A later such scatter may also write into it."""
+    """Return the step with a `NewBuffer` for each dense scatter that is no output and of whose result calls read only
+    the part that the scatter wrote. A later such scatter may also write into the result."""
     if not any(call.target in PARTS for call in step.calls):
         return step
     outputs = {o.value for o in step.outputs}
@@ -86,8 +86,8 @@ def _reads_part(step: CapturedStep, scatter: Call, reader: Call, new: Mapping[st
 
 
 def _where(step: CapturedStep, call: Call) -> tuple[Any, ...] | None:
-    """Return the arguments that say which part a scatter writes; None for other calls, and if the buffer and the part
-    have other types."""
+    """Return the arguments that say which part a scatter writes. None for other calls, for calls with keywords, and if
+    the types or devices of buffer and part differ."""
     if call.target not in PARTS or call.kwargs or not all(isinstance(arg, Ref) for arg in call.args[:2]):
         return None
     names = call.args[0].value, call.args[1].value, str(call.results[0])
@@ -99,7 +99,8 @@ def _where(step: CapturedStep, call: Call) -> tuple[Any, ...] | None:
 def _range(
     step: CapturedStep, buffer: Ref, part: OpOverload, where: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the dimension and the indices of a part of a buffer, in one form for all ways to write them."""
+    """Return which part of a buffer ``where`` and ``kwargs``, the arguments of ``part``, say: its dimension and
+    indices, or a diagonal's numbers. All ways to write the same part give the same numbers."""
     own = part._schema.arguments[1:]
     given: dict[str, Any] = {a.name: a.default_value for a in own if a.has_default_value()}
     given |= dict(zip((a.name for a in own), where, strict=False)) | dict(kwargs)

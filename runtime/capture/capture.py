@@ -23,9 +23,10 @@ def capture(
     decisions: ValueGuardRecorder | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
-    """Trace ``module(*batch)``, a tensor or tuple of them, with its backward as one step of ATen calls, and leave the
-    module unchanged. No output may be a view of an input, a parameter or another output. ``check``: is called after the
-    backward."""
+    """Trace ``module(*batch)``, which returns a tensor or a tuple of tensors, with its backward as one step of ATen
+    calls, and leave the module unchanged. No output may be a view of an input, a parameter or another output. ``root``:
+    None for ``module``; ``root``, ``decisions``, ``check``: as in `TraceRequest`. Raises `ModelError` if the module
+    cannot be traced."""
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions, check=check)).step)
 

@@ -39,7 +39,9 @@ class _Undrawn(TorchFunctionMode):
 def without_data(
     make: Callable[[], nn.Module], inputs: Callable[[], Sequence[torch.Tensor]], device: torch.device = CPU
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
-    """Return a module and a batch of fake tensors (shapes and types without memory), and their fake mode."""
+    """Return the module that ``make`` creates and the batch that ``inputs`` creates, both with fake tensors (shapes and
+    types without memory) on ``device``, and their fake mode. Raises `ModelError` for a module that cannot be traced
+    (`check_traceable`)."""
     mode = FakeTensorMode()
     with shapes_only():
         module = make()

@@ -60,7 +60,8 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return leaves and pytree structure of ``(args, kwargs)``. Flat calls of one form share a structure object."""
+    """Return leaves and pytree structure of ``(args, kwargs)``. Flat calls of one form share a structure object; in
+    other calls, objects with tensors are opened (`open_classes`)."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
         # Equal objects are compared quickly.
@@ -80,8 +81,9 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Return the caller's lists, dictionaries and opened objects with the content that the forward gave to copies, in
-    place where types are equal."""
+    """Change the caller's lists, dictionaries and opened objects, in place, to ``left``, the content that the forward
+    gave to copies, and return them. Where types or the items of a tuple differ, return that part of ``left``
+    instead."""
     if type(arguments) is not type(left):
         return left
     if type(arguments) in OPENED:
@@ -139,9 +141,10 @@ class FlatModel(nn.Module):
         self.lost: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model with these tensors. Return, each once, those in its results, in what it set and in the
-        arguments it changed. A view, an input, a parameter or a buffer is copied. Raises `ModelError` if a planned step
-        cannot return them."""
+        """Call the model with these tensors. Return, each once, the tensors in its results, in what it set and in the
+        arguments that it changed. Views, inputs, parameters and buffers among them are copied; inputs, parameters and
+        buffers without gradient become placeholders in `constants` instead. Raises `ModelError` if a planned step
+        cannot return the tensors or make the changes."""
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)
@@ -225,8 +228,8 @@ LOST = object()
 
 
 def _named(write: Write, value: Any, names: dict[int, Any]) -> Any:
-    """Return what a planned call stores, with placeholders for known tensors; `LOST` if it hides tensors, or
-    `ModelError` if they are read."""
+    """Return ``value``, which a planned call stores, with placeholders for known tensors. If the value hides tensors,
+    return `LOST`, or raise `ModelError` if the forward reads it (`Write.read`)."""
     leaves, spec = flattened(value)
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, nn.Module)) and _hides_tensors(leaf):

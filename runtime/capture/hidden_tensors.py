@@ -19,7 +19,7 @@ COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse nested and sparse tensors."""
+    """Raise `ModelError` for a nested or sparse tensor. ``what``: the beginning of the message."""
     for tensor in tensors:
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
@@ -27,7 +27,8 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
-    """Refuse objects with tensors that PyTorch's pytrees do not find, as in unregistered classes."""
+    """Raise `ModelError` for an object with tensors that PyTorch's pytrees do not find, as in unregistered classes.
+    ``what``: the beginning of the message; ``called_later``: as in `hides_tensors`."""
     for one in leaves:
         if hides_tensors(one, called_later):
             raise ModelError(
@@ -38,8 +39,8 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
     """Return whether a tensor is among an object's attributes, or in containers and objects there; true for an
-    iterator. Functions, classes and modules inside are not searched. ``called_later``: a closure and a bound method's
-    instance are."""
+    iterator. Functions, classes and modules inside are not searched. ``called_later``: whether the closure of ``one``,
+    a function, or the instance of ``one``, a method, is searched, too."""
     if isinstance(one, Iterator):
         return True
     seen: set[int] = set()
@@ -104,8 +105,8 @@ class Withheld:
 
 
 def hooked(module: nn.Module) -> list[str]:
-    """Return the names of the submodules with hooks that may have side effects, so none of those that `COMPUTING`
-    names."""
+    """Return the names of the submodules, without the module itself, that have hooks with possible side effects. Hooks
+    that modules in `COMPUTING` define have none."""
     return [
         name
         for name, m in module.named_modules()

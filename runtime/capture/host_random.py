@@ -25,7 +25,8 @@ _OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset"
 
 @contextmanager
 def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
-    """Refuse a block that draws from generators of Python, NumPy or ``others``, and restore their states."""
+    """Raise `ModelError` after a block that drew from generators of Python, NumPy or ``others``, and restore their
+    states. If the block raises a `ModelError`, the draws, if any, are reported instead. ``name``: of the model."""
     generators = [random, np.random, *(g for g in others if not isinstance(g, random.SystemRandom))]
     before = [state_of(generator) for generator in generators]
     who = refused = None
@@ -57,16 +58,16 @@ def _content(state: Any) -> Any:
 
 
 def check_default_generator(names: Collection[str]) -> None:
-    """Refuse a forward whose code mentions `torch.default_generator`, or PyTorch's seeding functions, and a method that
-    seeds or returns a seed. Branches that are not taken count."""
+    """Raise `ModelError` if ``names``, those in a forward's code, have `torch.default_generator` or PyTorch's seeding
+    functions, and a method that seeds or returns a seed. Branches that are not taken count."""
     if "default_generator" in names and not _OF_SEEDS.isdisjoint(names):
         raise ModelError(_SEEDS)
 
 
 @contextmanager
 def no_seeding() -> Iterator[None]:
-    """Refuse, inside the block and in this thread, calls of the `SEEDING` functions. Functions imported before, and
-    methods of `torch.default_generator`, are left to `check_default_generator`."""
+    """Raise `ModelError`, inside the block and in this thread, for calls of the `SEEDING` functions. Functions imported
+    before, and methods of `torch.default_generator`, are left to `check_default_generator`."""
 
     thread = get_ident()  # all threads see the replaced functions
 

@@ -19,7 +19,7 @@ COPY = torch.ops.aten.copy_.default
 
 class ModuleRoles:
     """Says what each input and output of a module's joint graph is, from the tracer's descriptions. ``names``: the
-    module's names by the tracer's. ``outputs``: their number; further ones are checks."""
+    module's names by the tracer's. ``outputs``: the number of the module's outputs; further ones are checks."""
 
     def __init__(self, names: Mapping[str, str], outputs: int) -> None:
         self.names, self.outputs = names, outputs
@@ -32,8 +32,8 @@ class ModuleRoles:
         return kind, self.names.get(target, target) if kind in ("parameter", "buffer") else target
 
     def output(self, at: int, description: Any) -> tuple[OutputKind, str] | None:
-        """Return an output's kind and target: the position of an output or input, or the name of a parameter or
-        buffer; None if not needed."""
+        """Return an output's kind and target: the position of an output or input, or the name of a parameter or buffer;
+        None if not needed. `ModelError` if the output is the new content of an input of the batch."""
         del at
         found = _describe_output(description, self.names)
         if found is None:

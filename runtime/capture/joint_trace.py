@@ -123,7 +123,8 @@ class TraceRequest:
 
 
 def trace_joint_graph(request: TraceRequest) -> Traced:
-    """Trace a module with its backward as one graph, and read it as a captured step; else `ModelError`."""
+    """Trace a module with its backward as one graph, and read it as a captured step. Raises `NotSymbolic` if the sizes
+    cannot be symbols, and another `ModelError` if the module cannot be traced."""
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
@@ -169,8 +170,8 @@ def _at_line(why: str, error: Exception) -> NotSymbolic:
 
 
 def _parts_without(module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the largest submodules that have trainable parameters and contain no module of class ``kind``; entries
-    of module lists separately."""
+    """Yield the names of the largest submodules that have trainable parameters and contain no module of class ``kind``;
+    entries of module lists separately."""
     for name, part in module.named_children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or any(type(m) is kind for m in part.modules()):
             yield from (f"{name}.{inner}" for inner in _parts_without(part, kind))
@@ -231,8 +232,9 @@ def _of_batch(step: CapturedStep, count: int) -> CapturedStep:
 
 
 def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None) -> Any:
-    """Return what ``trace`` returns. If the forward reads values, trace again with known values and speculated
-    assertions, then as if PyTorch compiled."""
+    """Return what ``trace`` returns. If the forward reads values, trace again with ``decisions``, if given, and
+    speculated assertions, then also as if PyTorch compiled. If that fails, too, raise the second trace's error.
+    ``untied``: the traced module, which this changes."""
     try:
         with undecided():
             return trace()
@@ -270,8 +272,8 @@ def _with_numbers(
 
 @contextmanager
 def _annotated(module: nn.Module) -> Iterator[None]:
-    """Record for each op traced inside the block the innermost submodule that calls it; errors of needed values get
-    it as ``module``."""
+    """Record, for each op traced inside the block, the innermost submodule that calls it. An error that a value is
+    needed gets the name of that submodule as its attribute ``module``."""
     names = {id(m): name for name, m in module.named_modules()}
     open_: list[tuple[str, Any]] = []  # the names of the modules whose forwards run, and their annotations
     tracing_thread = get_ident()  # the hooks run in all threads

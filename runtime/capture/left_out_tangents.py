@@ -31,9 +31,9 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
-    """Return the step without tangents of outputs of several elements from which a scalar output, the loss, is
-    computed, or that are weights in attributes. It computes the bits of a step where they are missing. One stays if a
-    gradient, strides or a draw would change, or it is in ``arrived``."""
+    """Return the step without the tangents of outputs of several elements from which a scalar output, the loss, is
+    computed, or that are weights in attributes. It has the bits of a step in which these tangents are missing. A
+    tangent stays if its output is in ``arrived``, or if a gradient, strides or a draw would change without it."""
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
     candidates = sorted((t for t in (made_of | _weights(step)) - arrived if shape[t] > 1), key=int)
@@ -50,7 +50,8 @@ def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) 
 
 
 def _weights(step: CapturedStep) -> frozenset[str]:
-    """Return the positions of outputs in attributes of modules that depend on nothing in the batch."""
+    """Return the positions, as text, of outputs with a tangent that are assigned to attributes of modules and depend on
+    nothing in the batch."""
     of_batch = {i.value for i in step.inputs if i.kind == "batch"}
     for call in step.calls if step.attributes else ():
         if not of_batch.isdisjoint(call.operands):
@@ -61,7 +62,8 @@ def _weights(step: CapturedStep) -> frozenset[str]:
 
 
 def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | None:
-    """Return the step without the tangents of the outputs ``left_out``, or None if its bits would change."""
+    """Return the step without the tangents of the outputs ``left_out`` (positions as text), or None if the step's bits
+    would change."""
     if not left_out:
         return step
     missing = {i.value for i in step.inputs if i.kind == "tangent" and i.target in left_out}
@@ -69,8 +71,9 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """Computes a step, or None, without some tangents, which count as zero: calls that return only zeros are removed. A
-    sum with a zero becomes its other summand; other readers of a zero get a call that creates it."""
+    """Computes `step`, a step without the tangents ``missing``, which count as zero, or None if its bits would change.
+    Calls that return only zeros are removed. A sum with a zero becomes its other summand; other readers of a zero get a
+    call that creates it."""
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
         self.whole = step

@@ -23,8 +23,8 @@ OPENED: set[type[Any]] = set()
 
 
 def open_classes(tree: Any) -> None:
-    """Register the classes of dataclasses, namespaces and distributions in a pytree that have tensors with PyTorch's
-    pytrees, so that these find the tensors. Distributions that a user wrote are not registered."""
+    """Register with PyTorch's pytrees the classes of distributions in a pytree, and of dataclasses and namespaces that
+    have tensors, so that pytrees find the tensors. Distributions that a user wrote are not registered."""
     closed = dict.fromkeys(type(leaf) for leaf in pytree.tree_leaves(tree) if _opens(leaf))
     for kind in closed:
         pytree.register_pytree_node(kind, _opened, _closing(kind))

@@ -27,8 +27,9 @@ PERMUTE = torch.ops.aten.permute.default
 
 
 def without_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step with outputs that are needless clones, made by `FlatModel`, replaced by what they copy. A copy is
-    needed if a call reads it, or if its source has other strides, is lazy, partial, an input or another output."""
+    """Return the step with the sources of needless clones, made by `FlatModel`, as outputs instead of the clones. A
+    clone is needed if a call reads it, or if its source has other strides, is lazy, partial, an input or another
+    output."""
     values, outputs = step.values, []
     used = {values[i.value].storage for i in step.inputs} | {values[o.value].storage for o in step.outputs}
     read = {r for call in step.calls for r in call.operands}
@@ -47,8 +48,8 @@ def without_copies(step: CapturedStep) -> CapturedStep:
 
 
 def without_saved_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step in which the backward reads what autograd copies before an op overwrites it (``SiLU`` in place):
-    in a captured step, ops do not overwrite what others read."""
+    """Return the step in which the backward reads the sources of copies that autograd made because an op overwrites the
+    sources (``SiLU`` in place). In a captured step, ops do not overwrite what others read."""
     source_of = dict(_saved_copies(step))
 
     def source(name: str) -> Ref:
@@ -62,8 +63,8 @@ def without_saved_copies(step: CapturedStep) -> CapturedStep:
 
 
 def _saved_copies(step: CapturedStep) -> Iterator[tuple[str, str]]:
-    """Yield the copies in a forward that its backward alone reads, and their sources: they belong to the node of an op
-    that reads the source, too."""
+    """Yield the names of copies in a forward that its backward alone reads, and of their sources. Such a copy belongs
+    to the autograd node of a forward op that also reads the source."""
     kept = step.given() | step.returned()
     for call in step.calls:
         if call.target is CLONE and call.backward and call.sequence is not None:
@@ -82,8 +83,9 @@ def is_whole(value: Value) -> bool:
 
 
 def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
-    """Return the step in which every output has a separate dense storage; copies are added where one has not.
-    ``leaves``: whether tensors of the batch are leaves of the autograd graph, as a pipeline stage's inputs are."""
+    """Return the step in which every output has a separate dense storage. Copies are added for outputs that have none,
+    and for gradients in another layout than autograd would store. ``leaves``: whether tensors of the batch are leaves
+    of the autograd graph, as a pipeline stage's inputs are."""
     used = {*step.given()}
     learned = ("parameter", "batch") if leaves else ("parameter",)
     inputs = {

@@ -18,8 +18,8 @@ COPY = torch.ops.aten.copy.default
 
 
 def with_plain_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step without copies that equal their source to the last stride. If a copy differs in strides alone, a
-    scatter reads its source instead."""
+    """Return the step without copies (`aten.copy`) that have the type and layout of their source, which calls read
+    instead. If a copy differs from its source in strides alone, only scatters read the source instead."""
     source, renamed, moved = dict[str, str](), dict[str, str](), dict[str, str]()
     calls = []
     for call in step.calls:

@@ -59,8 +59,9 @@ def read_joint_graph(
     name: str,
     table: ExpressionTable | None = None,
 ) -> CapturedStep:
-    """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`. `finished` must be applied to the
-    step before it is planned."""
+    """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`, to which `finished` must be
+    applied before it is planned. ``names``, ``outputs``: as in `ModuleRoles`; ``table``: as in `_Reader`. Raises
+    `ModelError` if the graph cannot be planned."""
     return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
 
@@ -77,7 +78,8 @@ def read_flat_joint_graph(
     module: fx.GraphModule, early: int, name: str, table: ExpressionTable | None = None
 ) -> CapturedStep:
     """Read the joint fx graph that ``torch.compile`` passes to a partitioner, which knows no modules and parameters.
-    Inputs are tangents, buffers if they get new content, or the batch; outputs and gradients go by position."""
+    Inputs are tangents, buffers if they get new content, or the batch; results are outputs up to ``early``, then
+    gradients, by position. Raises `ModelError` if the graph cannot be planned."""
     read = _Reader(module, PositionRoles(module, early), table).read(name)
     return without_dead_calls(with_phases(_on_one_device(read)))
 
@@ -178,7 +180,7 @@ class _Reader:
         self.inputs.append(StepInput("constant", node.name, node.name))
 
     def _call(self, node: fx.Node) -> None:
-        """Append the call of a node, unless it is none; `ModelError` if it cannot be planned."""
+        """Append the call of a node, unless the node is no call; `ModelError` if the call cannot be planned."""
         if self._is_no_call(node):
             return
         _check_plannable(node)
@@ -212,7 +214,8 @@ class _Reader:
         self.calls.append(replace(call, is_view=is_view))
 
     def _is_no_call(self, node: fx.Node) -> bool:
-        """Return whether a node creates no tensor: a size, an earlier value's alias, a buffer's new content, a mark."""
+        """Return whether a node creates no tensor: a size, an alias of an earlier value (which is recorded), a buffer's
+        new content, a mark."""
         if self.table and isinstance(node.meta.get("val"), SIZES):
             return True
         if getattr(node.target, "__name__", "") == "getitem":
@@ -280,7 +283,8 @@ class _Reader:
 
 
 def _check_plannable(node: fx.Node) -> None:
-    """Raise `ModelError` for a call of a size, of functions, without values, or that writes in place."""
+    """Raise `ModelError` for a node that computes a size, takes functions, returns no value, or writes into its
+    arguments."""
     if isinstance(node.meta.get("val"), SIZES):
         raise ModelError(
             "the graph computes numbers from sizes, and one of its ops depends on the value of a size; compile it with "

@@ -26,7 +26,8 @@ CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 @contextmanager
 def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
     """Restore the attributes of a module, its submodules and their records after the block, with the content of
-    containers. Warn of tensors and plain values that it left in public attributes."""
+    containers. Unless the block raised, warn, by the module's ``name``, of tensors and plain values that it left in
+    public attributes."""
     before = [
         (path, m, dict(m.__dict__), {k: _tensors(v) for k, v in m.__dict__.items()}, _contents(m))
         for path, m in _holders(module)
@@ -58,7 +59,7 @@ def check_no_sizes_kept(module: nn.Module) -> None:
 
 class SameObjects:
     """The attributes of objects that a module is called with, and of objects in them, to be restored. Modules,
-    functions, classes and values of `functools.cached_property` are left out."""
+    functions, classes and all beyond `_MOST` objects are left out."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
         self._before: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]] = []
@@ -76,7 +77,8 @@ class SameObjects:
                 todo += vars(one).values()
 
     def restore(self) -> list[Any]:
-        """Restore the attributes, and return the objects that had changed."""
+        """Restore the attributes, and return the objects that had changed. New values of `functools.cached_property` do
+        not count as changes."""
         changed = []
         for one, attributes, contents in self._before:
             now = {k: v for k, v in vars(one).items() if k in attributes or not _is_cached(one, k)}
@@ -123,7 +125,8 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
-    """Restore all parameters' ``.grad`` after the block, which begins with None or, if ``copied``, with copies."""
+    """Restore all parameters' ``.grad`` after the block. In the block they begin as None or, if ``copied``, as
+    copies."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, gradient in before:
         parameter.grad = gradient.clone() if copied and gradient is not None else None

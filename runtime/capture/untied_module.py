@@ -46,8 +46,9 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """Call the inner module on a batch, after which ``counts`` tensors come. Return its results and the
-        assertions' empty tensors."""
+        """Call the inner module on the batch, the tensors ``given`` except the last `counts`, and copy tensors that it
+        assigned to buffers into these. Return its results, whose number `outputs` has, and the assertions' empty
+        tensors."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:

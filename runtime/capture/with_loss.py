@@ -119,9 +119,10 @@ def _reals(outputs: Any) -> Iterator[torch.Tensor]:
 def with_loss(
     model: nn.Module, inputs: Sequence[torch.Tensor], loss: str | None = None, seed: int = 0
 ) -> tuple[WithLoss, tuple[torch.Tensor, ...]]:
-    """Return a module of a model and a loss of its first trained floating-point output, and a batch with random targets
-    for it. Without a name of a loss: a scalar output itself, the cross entropy of several classes, else ``mse``. Raises
-    `UsageError` if the loss is unknown or does not fit."""
+    """Return a module of a model and a loss of its first trained floating-point output, and a batch with random
+    targets, from ``seed``, for it. Without a name of a loss: a scalar output itself, the cross entropy of several
+    classes, else ``mse``. Raises `UsageError` if the loss is unknown or does not fit, `ModelError` if the model does
+    not run or has no such output."""
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"unknown loss {loss!r}; known: {', '.join(LOSSES)}")
     reals = tuple(_reals(_fake_outputs(model, inputs)))

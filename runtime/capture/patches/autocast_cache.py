@@ -24,7 +24,7 @@ AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 @contextmanager
 def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None]:
     """Inside the block, let each outermost use of autocast cast a trained float32 tensor in ``leaves`` once, as in
-    eager mode. ``enabled``: whether autocast's cache is; otherwise each use casts."""
+    eager mode. ``enabled``: whether autocast's cache is enabled; otherwise each op casts."""
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
     switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}

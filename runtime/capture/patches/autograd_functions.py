@@ -20,8 +20,9 @@ Kind = type[Function]
 
 @contextmanager
 def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
-    """Tell of each run of a Function that is not PyTorch's own, if its forward runs in this thread. ``watch``: gets the
-    class for each call, and returns what makes a context for each run, of the forward, then the backward."""
+    """Call ``watch`` with the class for each call of a Function that is not PyTorch's or rematplan's, if its forward
+    runs in this thread. ``watch`` returns a function that makes a context for each run: of the forward, then of the
+    backward."""
     thread = get_ident()
     contexts: dict[
         int, tuple[Any, EachRun]

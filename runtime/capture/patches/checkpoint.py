@@ -38,8 +38,8 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def watched_checkpoints(watch: Callable[[str, tuple[Any, ...]], EachRun]) -> Iterator[None]:
-    """Tell of each run of a checkpoint's function in this thread. ``watch``: gets the kind and a reentrant one's
-    arguments, and returns what makes a context for each run."""
+    """Call ``watch`` for each checkpoint in this thread, with its kind and the arguments (none if it is non-reentrant).
+    ``watch`` returns a function that makes a context for each run of the checkpoint's function."""
 
     def told(function: Callable[..., Any], each_run: EachRun) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -122,7 +122,8 @@ def _real(batch_sizes: torch.Tensor) -> torch.Tensor:
 def _pad_packed_sequence(
     packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad a packed sequence as its kernel does, which cannot be traced: it writes lengths to a tensor's address."""
+    """Return the padded sequences and their lengths, as the op's kernel does, which cannot be traced: it writes lengths
+    to a tensor's address."""
     sizes = batch_sizes.tolist()
     longest = total_length if total_length > 0 else len(sizes)
     padded = packed.new_full((longest, sizes[0], *packed.shape[1:]), padding)
@@ -145,7 +146,8 @@ def _ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Compute the CTC loss with its kernel's bits. With a mean, that creates a tensor which a tracer does not see."""
+    """Compute the CTC loss with its kernel's bits. A mean is computed here, because the kernel would divide by a tensor
+    that a tracer does not see."""
     arguments = log_probs, targets, input_lengths, target_lengths, blank
     wanted = NONE if reduction == MEAN else reduction
     losses: torch.Tensor = ATEN.ctc_loss.IntList._op_dk(COMPOSITE, *arguments, wanted, zero_infinity)
@@ -170,8 +172,8 @@ def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resizing_of(op: OpOverload) -> Callable[..., Any]:
-    """Return a function for an interpolation op with symbolic sizes, which calls its kernel; `NotSymbolic` for a
-    factor that is not whole."""
+    """Return a function for an interpolation op with symbolic sizes, which calls the op's kernel. The function raises
+    `NotSymbolic` for a factor that is not whole."""
     kernel = getattr(ATEN, op._opname).default
 
     def resizing(

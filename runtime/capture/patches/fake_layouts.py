@@ -180,8 +180,8 @@ def is_unsure(op: Any, plain: bool = False, ones: bool = True) -> bool:
 
 class TrueLayouts(FakeTensorMode):
     """A fake mode whose results have the kernels' strides and types, found by running doubtful ops on real tensors.
-    With ``symbols``, an op runs at the traced sizes and decides the order of dimensions; `check_layouts` checks
-    others."""
+    With ``symbols``, an op runs at the traced sizes and decides the order of dimensions; `check_layouts` checks other
+    sizes."""
 
     def __init__(self, symbols: BatchSymbols | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=symbols.shapes if symbols else None)
@@ -192,7 +192,7 @@ class TrueLayouts(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return an op's results as fake tensors with the strides that its kernel gives them. Where fake tensors may
-        differ, the op runs on real ones."""
+        differ, the op runs on real ones. Raises `NotSymbolic` if results do not follow from symbolic sizes."""
         try:
             result = self._shaped(func, args)
             if result is None and func in WHOLE_STORAGES:
@@ -268,7 +268,7 @@ def _has_ones(results: Any) -> bool:
 
 def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any], Any]) -> Any:
     """Return the results of an op that returns views, with the strides that they have of a real tensor. ``now``: makes
-    sizes integers, which those in ``arguments`` are."""
+    sizes integers; in ``arguments``, they are integers already."""
 
     def like(fake: torch.Tensor) -> torch.Tensor:  # a view touches no memory
         return torch.empty_strided(*now((tuple(fake.shape), fake.stride())), dtype=fake.dtype)
@@ -289,8 +289,8 @@ def _as_kernel_views(func: Any, arguments: Any, results: Any, now: Callable[[Any
 
 
 def _strides_of_ones(fake: torch.Tensor, real: torch.Tensor, now: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return the strides of ``fake``; a dimension of size 1 gets the stride that it has in a contiguous tensor, or 0 as
-    in an expanded number, if all strides are those of ``real`` then."""
+    """Return the strides of ``fake``, in which a dimension of size 1 has its stride in a contiguous tensor, or 0 as in
+    an expanded number. If they are not those of ``real`` then, return the strides of ``fake`` unchanged."""
     strides = list(fake.stride())
     for dim in reversed(range(fake.ndim)):
         if real.shape[dim] == 1 and now(strides[dim]) != real.stride(dim):
@@ -386,8 +386,8 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def check_layouts(step: CapturedStep) -> None:
-    """Check, by running doubtful ops, the strides in a step whose shapes come from a capture at other sizes; else
-    `NotSymbolic`."""
+    """Raise `NotSymbolic` if strides are wrong in a step whose shapes come from a capture at other sizes, as a run of
+    its doubtful ops shows."""
     for call in step.calls:
         fakes = [step.values[r].fake for r in call.operands]
         results = [step.values[name].fake for name in call.made]

@@ -112,7 +112,8 @@ class _Reading:
         return every
 
     def _tritons(self, name: str, address: _Names, every: _Names) -> _Names:
-        """Note what a function or method of Triton writes. ``address``: the parameters of what it would write to."""
+        """Note what a function or method of Triton writes, and return from which parameters its result may be an
+        address. ``address``: the parameters of what it would write to; ``every``: those of all arguments."""
         if name in STORES:
             self.found |= address
         elif name in OPAQUE:
@@ -120,8 +121,8 @@ class _Reading:
         return _NONE if name in STORES | LOADS else address | every
 
     def _resolved(self, node: ast.expr) -> Any:
-        """Return the object that an expression such as ``tl.load`` names; None if it is none, such as a method of a
-        variable."""
+        """Return the object that an expression such as ``tl.load`` names; None if it names no object known before the
+        call, such as a method of a variable."""
         if isinstance(node, ast.Name):
             return None if node.id in self.of else self.names.get(node.id)
         if isinstance(node, ast.Attribute):

@@ -49,7 +49,8 @@ def written_tensors_recorded() -> Iterator[None]:
 
 
 class _Ops(TorchDispatchMode):
-    """Records users' ops whose schema says that they write into arguments."""
+    """Records users' ops whose schema says that they write into arguments; `ModelError` for such an op that returns
+    more than tensors."""
 
     supports_higher_order_operators = True  # they are not changed
 
@@ -115,7 +116,7 @@ def _recorded(
     changed: Collection[str],
 ) -> Any:
     """Record a call, put the new contents into the tensors that it writes, and return what the function returns.
-    ``names``: of the parameters. ``changed``: of those in which it may write."""
+    ``names``: those of the parameters. ``changed``: those of the parameters into which the function may write."""
     tensors: list[torch.Tensor] = []
     written: set[int] = set()
 
@@ -146,8 +147,8 @@ def _recorded(
 
 
 def _check(writer: WritingCall, tensors: Sequence[torch.Tensor], given: Any) -> None:
-    """Refuse calls whose results are unknown: with open sizes, with tensors in objects, or that write into a constant
-    or a tensor which overlaps another one."""
+    """Raise an error for a call whose results are unknown. It is `NotSymbolic` for open sizes, and `ModelError` for
+    tensors in objects and for writes into a constant or overlapping tensors."""
     others = [leaf for leaf in pytree.tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
     for one in others:
         if any(isinstance(value, torch.Tensor) for value in getattr(one, "__dict__", {}).values()):

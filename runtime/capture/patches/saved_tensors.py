@@ -23,8 +23,8 @@ ON_CPU = "torch.autograd.graph.save_on_cpu."
 
 @contextmanager
 def no_saved_tensors_hooks(name: str) -> Iterator[None]:
-    """Refuse, inside the block and in this thread, hooks on saved tensors; warn of `save_on_cpu`, which does not
-    change gradients."""
+    """Raise `ModelError`, inside the block and in this thread, for hooks on saved tensors, except a checkpoint's. Warn
+    after the block of `save_on_cpu`, which does not change gradients. ``name``: of the model."""
     thread = get_ident()  # all threads see the replaced function
     push = getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
     ignored = False
@@ -43,7 +43,8 @@ def no_saved_tensors_hooks(name: str) -> Iterator[None]:
 
 
 def check_saved_tensors_hooks(name: str) -> None:
-    """Refuse a planned module's call inside hooks on saved tensors, except a checkpoint's; warn of `save_on_cpu`."""
+    """Raise `ModelError` if a planned module is called inside hooks on saved tensors, except a checkpoint's; warn of
+    `save_on_cpu`."""
     hooks = top_saved_tensors_hooks(False)
     if hooks and _is_ignored(hooks[0], f"{name} is called inside"):
         _warn_of_ignored(f"{name} is called inside")

@@ -17,8 +17,8 @@ READERS = frozenset({"torch", "sympy", "logging", "warnings"})
 
 @contextmanager
 def no_size_as_text() -> Iterator[None]:
-    """Inside the block and in this thread, raise `NotSymbolic` for a symbolic size as text, except by `READERS` and
-    this package."""
+    """Inside the block and in this thread, raise `NotSymbolic` if code reads a symbolic size as text, except code of
+    `READERS` and `OURS`."""
     tracing = get_ident()
 
     def guarded(original: Any) -> Any:

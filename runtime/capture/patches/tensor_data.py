@@ -20,9 +20,9 @@ GRAD: Any = torch.Tensor.grad
 
 @contextmanager
 def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Turn assignments to ``.data`` of parameters, buffers and inputs into in-place writes, inside the block and in
-    this thread. Raises `ModelError` for another shape, type or owner, or a computed tensor; and if their ``.grad`` is
-    used."""
+    """Turn assignments to ``.data`` of parameters, buffers and inputs (``tensors``) into in-place writes, inside the
+    block and in this thread. Raises `ModelError` for data of another shape or type or in another such tensor's memory.
+    Raises it, too, for data of a computed tensor, and for uses of ``.grad``."""
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
 
