@@ -47,7 +47,8 @@ class OnnxModelRep(BackendRep):
         return OnnxModule(graph, seed=None).to(self.device)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
-        """Run the model without gradients, and return its outputs as NumPy arrays, in the graph's order."""
+        """Run the model without gradients, and return its outputs as NumPy arrays, in the graph's order. ``inputs``:
+        arrays in the graph's order, or by name."""
         values = self.module.graph.inputs
         arguments = [inputs[v.name] for v in values] if isinstance(inputs, dict) else list(inputs)
         arrays = [np.asarray(array) for array in arguments]

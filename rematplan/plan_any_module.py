@@ -337,8 +337,8 @@ def asked_of(
     split: object = UNSPLIT,
     **others: Any,
 ) -> ModuleOptions:
-    """Return the keywords of `plan_module` for a model as one object; `UsageError` if one is unknown or they exclude
-    each other."""
+    """Return the keywords of `plan_module` for a model as one object; `UsageError` for unknown or malformed ones, and
+    for some that exclude each other. ``args``, ``kwargs``: of a first call, to which ``dynamic_shapes`` may refer."""
     known = {one.name for one in fields(PlanOptions)}
     if unknown := sorted(others.keys() - known):
         raise UsageError(

@@ -163,8 +163,8 @@ def _flags(owner: object) -> list[str]:
 
 
 def note_of_flags(model: nn.Module, seen: Watched) -> list[str]:
-    """Return a note for each class whose modules with a set flag for checkpointing partly checkpoint something, and
-    partly nothing."""
+    """Return a note for each class of which some modules with a set flag for checkpointing checkpoint something, and
+    others nothing."""
     ran = {region.module for region in seen.regions}
     idle: dict[type, dict[str, bool]] = {}
     for name, module in model.named_modules():

@@ -198,7 +198,8 @@ def cause_of(difference: FirstDifference) -> Cause:
 
 def first_difference(region: Region, other_ops: bool = False) -> FirstDifference | None:
     """Return the first op whose result or autocast state differs, one beyond rounding if possible; None if there is
-    none. Ops of only one run count with ``other_ops``, or if they are of other modules or follow random numbers."""
+    none. Ops of only one run count with ``other_ops``, if they are of other modules, or if the region draws NumPy's or
+    Python's numbers again."""
     found: dict[_Kind, FirstDifference] = {}
     for first, again in _pairs(region):
         difference = FirstDifference(region, first, again)

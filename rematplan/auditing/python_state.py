@@ -146,8 +146,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _of_hook(hook: Any, name: str) -> Iterator[tuple[int, Holder]]:
-    """Yield what holds the state of a hook: the object that it is or is bound to, arguments that it is given by
-    `functools.partial`, or variables outside of its code."""
+    """Yield, each with its id, what holds the state of a hook: the object that it is or is bound to, arguments that it
+    is given by `functools.partial`, or variables outside of its code."""
     if isinstance(hook, partial):
         given = {**{str(i): a for i, a in enumerate(hook.args)}, **hook.keywords}
         yield id(hook), Holder(name, lambda: dict(given), lambda _: None)
@@ -187,8 +187,8 @@ def _is_state(value: Any) -> bool:
 
 
 def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, texts, tensors and random generators in a value, containers' included, each with its path. A
-    set is one text; other objects are left out."""
+    """Yield the numbers, texts, tensors, arrays and random generators in a value, also inside of containers, each with
+    its path. A set is one text; other objects are left out."""
     kind = type(value)
     if id(value) in seen:
         return

@@ -92,8 +92,8 @@ def _plan_from(trade_off: curve.TradeOff, budget: str) -> Plan:
 
 
 def _run_case(case: Case, folder: Path, out: Output) -> tuple[int, dict[str, Any]]:
-    """Export a network, load and plan it, draw its trade-off, and run a step. Return the exit status and the JSON
-    document."""
+    """Export a network, load and plan it, draw its trade-off, and run a step. Return the exit status, 0 if the step was
+    verified, else 1, and the JSON document."""
     from rematplan import api
 
     onnx = folder / f"{case.name}.onnx"

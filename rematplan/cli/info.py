@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _models(args: argparse.Namespace, out: Output) -> Data:
-    """Show the networks of the zoo with their sizes and parameters."""
+    """Show the networks of the zoo with their sizes and parameters, and return the same as JSON data."""
     del args
     from rematplan.models import ZOO, build  # imported here, since `rematplan --help` does not need torch
     from rematplan.report.tables import models_table
@@ -58,7 +58,8 @@ def _models(args: argparse.Namespace, out: Output) -> Data:
 
 
 def _devices(args: argparse.Namespace, out: Output) -> Data:
-    """Show the device models with which the roofline model computes the costs of ops."""
+    """Show the device models with which the roofline model computes the costs of ops, and return the same as JSON
+    data."""
     del args
     from rematplan.report.tables import devices_table
     from rematplan.runtime.costs.device_models import DEFAULT_DEVICE_MODEL, DEVICE_MODELS
@@ -80,7 +81,8 @@ def _devices(args: argparse.Namespace, out: Output) -> Data:
 
 
 def _cache(args: argparse.Namespace, out: Output) -> Data:
-    """Show the number and size of the saved plans and measured costs. Delete them if ``--clear`` is given."""
+    """Show the number and size of the saved plans and measured costs, and return the same as JSON data. Delete these
+    files if ``--clear`` is given."""
     from rematplan.report.tables import pairs_table
 
     folder = cache_folder()
@@ -101,7 +103,8 @@ def _files(folder: Path, pattern: str, deleting: bool) -> tuple[int, int]:
 
 
 def _warm(args: argparse.Namespace, out: Output) -> Data:
-    """Compile the planner's numba loops that are not compiled yet. The machine code is saved for later processes."""
+    """Compile the planner's numba loops that are not compiled yet, and return the folder and the seconds as JSON data.
+    The machine code is saved for later processes."""
     del args
     from rematplan.planner.auto.compile_kernels import compile_kernels
     from rematplan.report.tables import pairs_table

@@ -43,8 +43,8 @@ def prove_ranges(
     kwargs: Mapping[str, Any],
 ) -> tuple[RangePlan, ...]:
     """Find plans for the sizes in a user's ranges, and return where they fit. Empty without ranges, with several calls
-    in flight, reserved gradients, rounding, a saved plan, ``min`` or ``least``. Raises `UnfitSizes`, or warns, as
-    ``on_infeasible`` says, where none fits. Warns of what is not proven."""
+    in flight, reserved gradients, rounding, a saved plan, ``min`` or ``least``. If no known plan fits at some size,
+    raises `UnfitSizes`, or warns if ``on_infeasible`` is ``least`` or ``eager``. Warns of what is not proven."""
     options, found = planner.options, list[RangePlan]()
     if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
         return ()  # the problems of a proof have neither splits nor fused kernels

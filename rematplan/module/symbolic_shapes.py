@@ -94,8 +94,8 @@ class OpenShapes:
         fixed: Callable[[], Found],
     ) -> Found:
         """Return the captured step for a batch: from a capture with symbolic sizes that serves it, or from a new one,
-        else captured separately. The first shape and shapes met before start no symbolic capture. ``opened`` and
-        ``fixed`` make the captures."""
+        else captured separately. The first shape starts no new one, nor do shapes met before if no numbers of selected
+        elements are sizes. ``opened`` and ``fixed`` make the captures."""
         shapes = tuple(t.shape for t in batch)
         before = self.limited, self.reason
         try:

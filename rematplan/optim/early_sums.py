@@ -50,8 +50,8 @@ class EarlySums:
             self._send(self._waiting[self._next].popleft())
 
     def finish(self) -> dict[FactorPart, Tensor]:
-        """Send what is not sent yet, and return the sums of this process's parts; empty without a backward
-        since the last call."""
+        """Send what is not sent yet, and return the sums of this process's parts; empty if it owns none, or without a
+        backward since the last call."""
         # Parts without statistics are sent as zeros.
         rounds = max(self._received.values(), default=0)
         while self._sent < rounds * len(self._order):

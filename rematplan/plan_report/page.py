@@ -168,7 +168,8 @@ def _figure(x: str, y: str, height: int = 420) -> Any:
 
 
 def _memory(subject: Subject, found: Replay, base: Plan) -> Any:
-    """Return the diagram of memory over time: the plan's bytes by kind, without recomputation, the budget."""
+    """Return the diagram of memory over time: the plan's bytes by kind, the bytes without recomputation, and the
+    budget."""
     plan = subject.plan
     unit, scale = unit_of(max(base.peak, plan.peak))
     figure = _figure("time (ms)", unit, 480)

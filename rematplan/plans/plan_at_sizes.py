@@ -19,9 +19,9 @@ COMPILED = 8
 
 
 def plan_at_sizes(planner: Planner, step: CapturedStep, compiled: Sequence[Schedule]) -> Plan:
-    """Return a plan for a step of new sizes: the cheapest of ``compiled`` that fits, unless they are fewer than
-    `COMPILED` and a plan found at once is cheaper by more than `WORTH`. Without both, or for ``min`` and ``least``,
-    search; if no plan fits, ``on_infeasible`` decides between an error and another plan."""
+    """Return a plan for a step of new sizes: the cheapest of ``compiled`` that fits, unless fewer than `COMPILED` are
+    given and a plan found at once is cheaper by more than `WORTH`. Without both, or for ``min`` and ``least``, search;
+    if no plan fits, ``on_infeasible`` decides between an error and another plan."""
     graph = planner.problem(step)
     amount = planner.limit(graph).fixed
     if amount is not None:

@@ -200,7 +200,8 @@ class Resizing:
         return pair
 
     def _bytes(self, low: Corner, high: Corner, nominal: Ints) -> Ints:
-        """Return the bytes of each tensor of the problem, interpolated between two corners."""
+        """Return the bytes of each tensor of the problem, interpolated between two corners and rounded up. ``nominal``:
+        the bytes of the storages."""
         known = self._storage >= 0
         of_low, of_high, here = (
             np.where(known, n[self._storage], 0) for n in (low.nominal, high.nominal, nominal)
