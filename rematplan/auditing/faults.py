@@ -138,8 +138,8 @@ def raised(error: Exception, seen: Watched) -> Fault:
 
 
 def flags_without_effect(model: nn.Module, seen: Watched) -> Iterator[Fault]:
-    """Yield a fault if a model in training mode has a flag for checkpointing that is set, and nothing was
-    checkpointed."""
+    """Yield a fault if a model in training mode has a flag for checkpointing that is set, and in the step nothing was
+    recomputed or packed, and no checkpoint or own `torch.autograd.Function` ran."""
     if seen.checkpointed or seen.regions or not model.training:
         return
     named = []

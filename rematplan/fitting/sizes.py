@@ -314,8 +314,8 @@ class SizeSearch:
 
     def _next(self, low: int, high: int, known: Mapping[int, int], limit: int) -> int:
         """Return the size to try next, where the bytes are expected to reach ``limit``, between ``low``, which fits,
-        and ``high``. It is an odd number of units, so that tensors whose sizes are rounded are noticed. ``known``:
-        bytes by size."""
+        and ``high``. It is an odd number of units where the bounds allow it, so that tensors whose sizes are rounded
+        are noticed. ``known``: bytes by size."""
         unit, power, open_ = self.model.unit, self.model.power, high > self._top
         points = known if len(known) > 1 else {0: self._held, **known}
         a, b = sorted(sorted(points, key=lambda n: abs(points[n] - limit))[:2])

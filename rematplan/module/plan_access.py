@@ -41,8 +41,8 @@ IN_PLACE = "_rematplan_in_place"
 
 
 def with_runner(module: nn.Module) -> HasRunner:
-    """Return the planned module that ``module`` is or wraps, or what plans it in place; `UsageError` if none or
-    several are inside."""
+    """Return the planned module that ``module`` is or wraps, or what plans it in place. `UsageError` if none is inside,
+    or several are and ``module`` itself is not planned."""
     if isinstance(module, HasRunner):
         return module
     parts = {
