@@ -108,7 +108,8 @@ def refill(arguments: Any, left: Any) -> Any:
 
 class FlatModel(nn.Module):
     """A model as a function of the tensors among its arguments that returns a flat tuple of tensors. Each call sets the
-    attributes from which, with the returned tensors, the nested results are rebuilt."""
+    attributes from which, with the returned tensors, the nested results are rebuilt. ``forward``: is called as the
+    model's forward. ``leaves``, ``spec``: the arguments of the call, flattened."""
 
     def __init__(
         self,
@@ -141,10 +142,10 @@ class FlatModel(nn.Module):
         self.lost: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model with these tensors. Return, each once, the tensors in its results, in what it set and in the
-        arguments that it changed. Views, inputs, parameters and buffers among them are copied; inputs, parameters and
-        buffers without gradient become placeholders in `constants` instead. Raises `ModelError` if a planned step
-        cannot return the tensors or make the changes."""
+        """Call the model with these tensors. Return, each once, the tensors in its results and in the arguments that it
+        changed, and new ones in what it set. Views, inputs, parameters and buffers among them are copied; inputs,
+        parameters and buffers without gradient become placeholders in `constants` instead. Raises `ModelError` if a
+        planned step cannot return the tensors or make the changes."""
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         tensors_of = ModuleTensors(self.model)

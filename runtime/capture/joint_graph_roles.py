@@ -45,8 +45,8 @@ class ModuleRoles:
 
 
 class PositionRoles:
-    """The roles of inputs and outputs by position. Inputs with new content count as buffers; results after ``early``
-    are gradients."""
+    """The roles of inputs and outputs by position. Inputs with new content count as buffers; results from position
+    ``early`` on are gradients."""
 
     def __init__(self, module: fx.GraphModule, early: int) -> None:
         self.early = early

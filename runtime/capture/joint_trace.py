@@ -257,8 +257,8 @@ def _deciding(trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGu
 def _with_numbers(
     trace: Callable[[], Any], untied: UntiedModule, decisions: ValueGuardRecorder | None
 ) -> Any:
-    """Trace with speculated assertions. If code fails on a number that is not known yet, trace again and refuse to read
-    such numbers."""
+    """Trace with speculated assertions. If code then fails after reading a number that is not known yet, trace again
+    and refuse to read such numbers; other errors are raised."""
     try:
         return untied.assertions.traced(trace)
     except VALUES_DECIDE:

@@ -84,8 +84,8 @@ def is_whole(value: Value) -> bool:
 
 def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
     """Return the step in which every output has a separate dense storage. Copies are added for outputs that have none,
-    and for gradients in another layout than autograd would store. ``leaves``: whether tensors of the batch are leaves
-    of the autograd graph, as a pipeline stage's inputs are."""
+    and for parameters' gradients in another layout than autograd would store. ``leaves``: whether that also concerns
+    gradients of the batch, as of a pipeline stage's inputs."""
     used = {*step.given()}
     learned = ("parameter", "batch") if leaves else ("parameter",)
     inputs = {
@@ -142,7 +142,8 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """Return the calls that copy a value, in the strides of ``like`` if given, and their values, the copy last."""
+    """Return the calls that copy a value, in the strides of ``like`` if given, and the values that they make, of which
+    the last is the copy, ``name``."""
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

@@ -100,7 +100,8 @@ def _is_cached(one: Any, name: str) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Return whether a container has the same values. Plain ones are the same if they are equal."""
+    """Return whether a container has the same keys and values, in order, as ``before``: the same objects, or plain ones
+    that are equal. Sets are the same if they are equal."""
     if isinstance(now, dict):
         return now.keys() == before.keys() and _same([*now.values()], [before[key] for key in now])
     if isinstance(now, set):

@@ -144,7 +144,8 @@ def with_loss(
 
 
 def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the model's outputs as fake tensors with a graph, buffers unchanged; `ModelError` if it does not run."""
+    """Return the model's outputs as fake tensors with a graph, buffers unchanged; `ModelError` if the model does not
+    run."""
     state = slots(model)
     mode = detect_fake_mode((*state.values(), *inputs)) or FakeTensorMode()
 

@@ -238,8 +238,8 @@ class Writer(Emitter):
                 self.lines.append(f"note({result!r}, {self.name(result)})")
 
     def _replayed(self, call: Call, expression: str, at: int) -> None:
-        """Write one run of a random call that runs several times: the first saves the generator's state, from which
-        later ones draw."""
+        """Write one run, at position ``at``, of a random call that runs several times: the first saves the generator's
+        state, from which later ones draw. ``expression``: the source of the call."""
         state = self._state(call.name)
         device = self.step.drawing_device(call)
         self.scope.update(replay_functions(device))

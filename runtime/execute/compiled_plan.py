@@ -147,7 +147,8 @@ second part, which computes gradients of weights."""
 
 @dataclass(eq=False)
 class PlanCall:
-    """One forward of a compiled plan, with what it leaves for its backward, and each segment for the next."""
+    """One forward of a compiled plan and its backward: what the forward leaves for the backward, and each segment of
+    the backward for the next segment."""
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]

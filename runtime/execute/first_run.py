@@ -91,7 +91,8 @@ class FirstRun:
 
 
 class FirstRuns:
-    """Which parts of a plan still have to be compared with the captured step, and the compiled halves that do it."""
+    """Says which parts of a plan still have to be compared with the captured step, and compiles the halves that compare
+    them. ``step``: makes the captured step. ``spare``, ``unused``: as in `CompiledPlan`."""
 
     def __init__(
         self,

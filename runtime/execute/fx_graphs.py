@@ -89,8 +89,8 @@ class _GraphEmitter(Emitter):
         return fx.GraphModule(self.root, self.graph)
 
     def steps(self, start: int, end: int) -> None:
-        """Add the op executions at positions ``start`` to ``end`` (exclusive). A freed tensor is unusable until it
-        is computed again."""
+        """Add the op executions at positions ``start`` to ``end`` (exclusive). A freed tensor is unusable until it is
+        computed again. Raises `ProblemError` if an op is not in the step or reads what is not resident."""
         for at in range(start, end):
             one = self.schedule[at]
             if isinstance(one, Free):

@@ -21,8 +21,8 @@ class LayoutCheck:
         """Whether there are none so far. If there are, nothing may be overwritten."""
 
     def __call__(self, value: str, tensor: torch.Tensor | None) -> None:
-        """Record the strides of a value in `others` if they are not as planned. A value counts as planned if it is None
-        (a gradient that nothing needs) or has no elements."""
+        """Record the strides of a value in `others`, and that not all is as planned, if they are not those at capture.
+        Nothing is recorded for None (a gradient that nothing needs) and tensors without elements."""
         if (
             tensor is None
             or tensor.stride() == self.strides.get(value, tensor.stride())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """The cost of one call of an op."""
+    """The cost of one call of an op: its time, the bytes that it allocates while it runs, and what its results and
+    libraries keep."""
 
     time: float
     """Microseconds."""

@@ -12,8 +12,9 @@ LIBRARIES = ("torch", "sympy", "contextlib", "rematplan.runtime")
 
 
 def code_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of a model's forward outside of `LIBRARIES`, as ``line 12 of model.py``; empty if there
-    is none or no frame is of `ABOVE`. ``frames``: the innermost first, as `traceback.walk_stack` yields them."""
+    """Return the innermost line of a model's forward outside of `LIBRARIES`, as ``line 12 of model.py``. Empty if there
+    is none, or if `ABOVE`, which calls the forward, is not in ``frames``. ``frames``: the innermost first, as
+    `traceback.walk_stack` yields them."""
     found = ""
     for frame, line in frames:
         module = str(frame.f_globals.get("__name__", ""))

@@ -124,7 +124,8 @@ class NewTensor:
 
 @dataclass(frozen=True)
 class NewContents:
-    """The op of a writing call in a captured step. It returns new tensors."""
+    """The op of a writing call in a captured step. It returns the function's tensors, then new tensors with the
+    contents that the function writes."""
 
     writer: WritingCall
     new: tuple[NewTensor, ...]

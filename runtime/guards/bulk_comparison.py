@@ -15,8 +15,8 @@ _MOST_PICKS = 64
 
 
 class Namespaces(list[Any]):
-    """A list of namespaces that does not change, and remembers what each function picks from it, for tables with
-    many rows."""
+    """A list of namespaces that never changes. It remembers what each function picks from it, for tables with many
+    rows."""
 
     def __init__(self, namespaces: Iterable[Any]) -> None:
         super().__init__(namespaces)

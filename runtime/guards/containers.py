@@ -125,7 +125,8 @@ def added(container: Any, was: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a container or array, with copies of the containers in it; any other value itself."""
+    """Return a copy of a container or array, with copies of the containers in it; any other value, and a tuple without
+    such containers, itself."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, tuple):

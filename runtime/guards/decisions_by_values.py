@@ -171,8 +171,9 @@ class OpTape:
         return self.run(func, *args, **kwargs)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Execute a call and return its result. Record it if its arguments and what it draws are known; else what it
-        writes becomes unknown."""
+        """Execute a call and return its result. Record the call if its arguments and the numbers that it draws are
+        known; else the tensors that it writes to become unknown. A draw into unknown tensors is recorded, too, if it
+        can be repeated."""
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if written:

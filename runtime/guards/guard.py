@@ -83,8 +83,8 @@ class Guard:
         return decided.assumes(assumed) and self.holds_for(state) and decided.holds(state.named, tensors)
 
     def holds_for(self, state: ModuleState) -> bool:
-        """Return whether everything that the forward read still has the same value, except values of inputs and
-        buffers, which are not compared."""
+        """Return whether everything that the forward read still exists and has the same value. Values of inputs and
+        buffers are not compared."""
         attributes = state.attributes
         try:
             return (

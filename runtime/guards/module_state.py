@@ -23,7 +23,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 class StateKey:
-    """A hashable tuple whose hash is computed once. Two that were found equal share a tuple afterwards."""
+    """A hashable tuple whose hash is computed once. Two keys that were found equal share a tuple afterwards."""
 
     __slots__ = ("_hash", "value")
 

@@ -195,8 +195,9 @@ class PythonState:
                 refill(container, was)
 
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
-        """Record a read of an attribute. Return its value, as a counted number if the forward changes it and this read
-        only counts. `ModelError` for an iterator, and if a backward reads what the forward changes."""
+        """Record a read of an attribute. Return the ``value`` of the attribute, as a counted number if the forward
+        changes the attribute and this read only counts. `ModelError` for an iterator, and if a backward reads what the
+        forward changes."""
         kind = type(value)
         for place, found in self.iterators.items():
             if name == place[1] and place == self._at(holder, name):
@@ -232,9 +233,9 @@ class PythonState:
         return (None if owner is None else self.places.get(owner)), name
 
     def _read(self, at: int, owner: Owner, name: str, value: Any) -> str:
-        """Return `FRESH` if a container from before the forward has none of its earlier values left when it is read,
-        else `READ`. Of a dictionary, its earlier keys must also be the first of its keys at the first such read, which
-        `keys` remembers. `READ` also for a dictionary that is empty, and a list that was empty."""
+        """Return `FRESH` if a dictionary, list or deque from before the forward has none of its earlier values left
+        when it is read, else `READ`. Of a dictionary, the earlier keys must also be the first of the keys at the first
+        such read, which `keys` remembers. `READ` also for a dictionary that is empty, and a list that was empty."""
         was = self._content_of(value)
         if was is None or value is not self.namespaces[at].before.get(name, UNSET):
             return READ

@@ -147,7 +147,7 @@ def executed(
     entries: Iterable[RecordedCall], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = unchanged
 ) -> Iterator[tuple[RecordedCall, Any]]:
     """Execute recorded calls again and yield each with its result. ``known``: by place, the tensors that calls take;
-    those that they return are added. ``now``: changes arguments."""
+    those that they return are added. ``now``: is applied to the arguments, for symbolic sizes."""
     for e in entries:
         args = [known[a.place] if type(a) is TensorNumber else _filled(a, known) for a in now(e.args)]
         kwargs = {name: _filled(arg, known) for name, arg in now(e.kwargs).items()} if e.kwargs else {}

@@ -62,7 +62,8 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
 @contextmanager
 def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
     """Differentiate these classes' forwards by autograd, inside the block and in this thread, also where they enter
-    ``no_grad``. If ``kind.apply`` was taken before, its graph is differentiated apart in its backward."""
+    ``no_grad``. A ``kind.apply`` taken before the block makes a node whose backward differentiates the forward's graph
+    by itself."""
     thread, no_grad, applied = get_ident(), torch.no_grad, vars(Function)["apply"]
     forwards = {kind: (kind.forward, _has_set_up(kind.setup_context)) for kind in kinds}
     codes = {forward.__code__ for forward, _ in forwards.values() if hasattr(forward, "__code__")}

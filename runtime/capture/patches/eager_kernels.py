@@ -158,8 +158,8 @@ def _ctc_loss(
 
 
 def _product_of(traced: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that multiplies matrices as eager mode does: by ``traced``, the traced decomposition, unless
-    that would not fold a batch of one."""
+    """Return a function that multiplies matrices as eager mode does: by ``traced``, the traced decomposition, except
+    where only eager mode folds a batch of one."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> Any:
         large, small = (a, b) if a.dim() >= b.dim() else (b, a)

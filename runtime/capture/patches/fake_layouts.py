@@ -320,8 +320,8 @@ def _as_given(value: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: Any, now: Callable[[Any], Any] = _as_given) -> Any:
-    """Run an op on real tensors like its arguments, filled with a constant, and return its result. ``now``: makes
-    sizes integers. `RuntimeError` if tensors and result need more than this machine's memory."""
+    """Run an op on real tensors like its arguments, filled with a constant, and return its result. ``now``: makes sizes
+    integers. `RuntimeError` if twice the arguments' bytes exceed this machine's memory."""
     with disable_current_modes():
         number = 1 if func in DIVIDING else 0  # avoids integer division by 0
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: real_like(t, now), (args, kwargs))
@@ -357,8 +357,8 @@ def real_like(fake: torch.Tensor, now: Callable[[Any], Any] = _as_given) -> torc
 
 
 def _like_real(fake: Any, real: Any, now: Callable[[Any], Any]) -> Any:
-    """Return ``fake`` if it has the strides and type of ``real``, else a new tensor; `NotSymbolic` if strides follow
-    from no sizes."""
+    """Return ``fake`` if it has the strides and type of ``real`` or ``real`` is no tensor, else a new fake tensor that
+    has them. `NotSymbolic` if the strides follow from no symbolic sizes."""
     if not isinstance(real, torch.Tensor):
         return fake
     if fake is not None and fake.dtype == real.dtype and now(fake.stride()) == real.stride():

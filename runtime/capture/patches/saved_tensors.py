@@ -52,7 +52,7 @@ def check_saved_tensors_hooks(name: str) -> None:
 
 def _is_ignored(pack: Callable[..., Any], what: str, where: str = "") -> bool:
     """Return whether hooks are those of ``save_on_cpu``, which a planned step ignores. Raises `ModelError` for hooks
-    other than these and a checkpoint's."""
+    other than these and a checkpoint's. ``pack``: the first hook; ``what``, ``where``: parts of the message."""
     hook = pack if hasattr(pack, "__qualname__") else type(pack)
     name = f"{hook.__module__}.{hook.__qualname__}"
     if not name.startswith((OF_CHECKPOINTS, ON_CPU)):
