@@ -142,8 +142,8 @@ def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 def _copy(
     value: Value, name: str, like: torch.Tensor | None, backward: bool
 ) -> tuple[list[Call], list[Value]]:
-    """Return the calls that copy a value, in the strides of ``like`` if given, and the values that they make, of which
-    the last is the copy, ``name``."""
+    """Return the calls that copy a value, in the strides of ``like`` if given, and the values that they make, the copy,
+    called ``name``, last."""
     dims = list(range(value.fake.dim()))
     strides = [0 for _ in dims] if like is None else _dense_strides(like)
     order = sorted(dims, key=lambda d: -strides[d])

@@ -245,8 +245,8 @@ class _Reader:
         return tuple(names)
 
     def _same_storage(self, value: Value, args: Any) -> Value:
-        """Return the result of a call that waits for a collective with its argument's storage, whose memory it has; in
-        the trace it has memory of its own."""
+        """Return ``value``, the result of a call that waits for a collective, with the storage of the call's argument,
+        whose memory it has. In the trace it has memory of its own."""
         (of,) = refs(args)
         storage = self.values[of.value].storage
         self.storages[value.fake.untyped_storage()._cdata] = storage  # also for its views

@@ -77,7 +77,8 @@ class CompiledPlan:
     def at(
         self, sizes: SizeValues, step: Callable[[], CapturedStep], unused: Sequence[int] = ()
     ) -> CompiledPlan:
-        """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled."""
+        """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled.
+        ``step``: makes the captured step of these sizes; ``unused``: as in `CompiledPlan`."""
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)
@@ -338,8 +339,8 @@ class PlanCall:
 
 
 def finish_backward(call: PlanCall) -> None:
-    """Run the segments that a split backward left out, which compute gradients of weights, and add these to ``.grad``
-    of the parameters. The call is not removed from its list `Deferred`."""
+    """Run the segments that a split backward left out, which compute gradients of weights, and add these gradients to
+    the ``.grad`` of the parameters. ``call`` is not removed from its list `Deferred`."""
     plan = call.plan
     for k in range(plan.halves.early, len(plan.wanting)):
         gradients = [*call.backward(k)]

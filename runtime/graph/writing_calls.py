@@ -111,7 +111,8 @@ def write(writer: WritingCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor that a writing call makes, since nothing but zeros is in it before."""
+    """A tensor that a writing call itself makes, since it is new: uninitialised, or zeros if `zeros`, before the
+    function writes into it."""
 
     at: int
     """Its position among those of the `WritingCall`."""

@@ -102,8 +102,8 @@ def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _exactly(leaf: Any) -> Any:
-    """Return a hashable key of an argument that is no tensor, pickled if needed. It distinguishes 1, 1.0 and True,
-    and 0.0 and −0.0."""
+    """Return a hashable key of an argument that is no tensor, pickled if needed; `ModelError` if it cannot be. The key
+    distinguishes 1, 1.0 and True, and 0.0 and −0.0."""
     try:
         hash(leaf)
     except TypeError:

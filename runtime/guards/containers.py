@@ -171,7 +171,8 @@ def refilled(now: Any, after: Any) -> Any:
 
 
 def lists_any(value: Any, own: Collection[int]) -> bool:
-    """Return whether a container has an object, or a weak reference to one, whose id is in ``own``."""
+    """Return whether a value is or has, at any depth, a container with an object, or a weak reference to one, whose id
+    is in ``own``."""
     return any(
         id(item() if isinstance(item, weakref.ref) else item) in own
         for one in containers_in(value)

@@ -43,7 +43,7 @@ class Namespace:
         return changed
 
     def restore(self) -> None:
-        """Give changed names their earlier values, and delete new ones."""
+        """Give changed names their earlier values, in place, and delete names that are new."""
         for name in self.changed():
             if self.before.get(name, UNSET) is not UNSET:
                 assign(self.values, name, self.before[name])

@@ -73,7 +73,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _is_gradient_given(tensor: Any) -> bool:
-    """Return whether a tensor is a gradient of an output of the traced function, an input of the graph."""
+    """Return whether a tensor is, in the present trace, an input of the graph that is the gradient of an output."""
     mode = get_proxy_mode()
     if mode is None or isinstance(tensor, FunctionalTensor):
         return False
