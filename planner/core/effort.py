@@ -27,9 +27,10 @@ def _goes_on() -> bool:
 
 
 class Effort:
-    """The work that a search may do and has done: CPU seconds of its thread, or moves.
+    """The work that a search may do and has done: CPU seconds of its thread, or moves if ``moves`` is not 0.
 
-    With moves no clock is read unless ``seconds`` are stated, so the result is the same on each machine.
+    If moves are counted and ``seconds`` is infinite, no clock is read, so the result is the same on each machine.
+    Otherwise the wall clock ends the search as `PATIENCE` says.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class Effort:
         self._latest = time.monotonic() + longest if self.parent is None else math.inf
 
     def spent(self) -> float:
-        """Return the work done: moves if moves are counted, else CPU seconds; the whole effort if the search must end
-        (`cut_short`). Only the thread that does the work may call this."""
+        """Return the work done: moves if moves are counted, else CPU seconds; all of ``total`` if the search is
+        `cut_short`. Applies an `extend` made since the last call. Only the thread that does the work may call this."""
         if self.cut_short:
             return self.total
         done = float(self.done) if self.moves else time.thread_time() - self._began + self._elsewhere

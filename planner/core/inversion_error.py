@@ -48,7 +48,8 @@ def forward_error(rounding: float) -> float:
 
 
 def error_after(recipe: Op, inverse: bool, worst: float) -> float:
-    """Return the predicted relative error of what an op or inverse writes if it reads the error ``worst``."""
+    """Return the predicted relative error of what an op writes if the largest relative error of what it reads is
+    ``worst``. ``inverse``: whether ``recipe`` is an inverse."""
     if inverse:
         return recipe.gain * worst + recipe.noise
     passed = recipe.gain * worst
@@ -58,9 +59,8 @@ def error_after(recipe: Op, inverse: bool, worst: float) -> float:
 
 
 def predicted_errors(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
-    """Return, by tensor, the largest relative error that it has during a schedule; tensors without error are
-    absent.
-    """
+    """Return, by tensor name, the largest predicted relative error that the tensor has at any step of the schedule.
+    Tensors whose error is always 0 are absent."""
     inverses = {op.name for op in graph.inverses}
     now: dict[str, float] = {}
     worst: dict[str, float] = {}
@@ -99,8 +99,9 @@ def own_limit(inverse: Op) -> float:
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without inverses whose recovered tensors would have a predicted relative error above
-    ``limit``, or each type's `own_limit` if None. Exact inverses stay. `UsageError` unless ``limit`` is positive."""
+    """Return the problem without inexact inverses that would give a recovered tensor a predicted relative error above
+    ``limit``; with None, above the `own_limit` of the coarsest type in its recovery. Errors add up along chains of the
+    inverses that stay. `UsageError` unless ``limit`` is positive."""
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
     if not any(inverse.noise for inverse in graph.inverses):

@@ -77,9 +77,8 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress of the recovery lane, the main lane's smallest and largest if runs follow the
-    plan's sequence.
-    """
+    """Yield, for each progress of the recovery lane (as in `rows`), the smallest and the largest progress of the main
+    lane at that time, if runs follow the plan's sequence."""
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
         yield 2 * here, 2 * there
@@ -101,10 +100,10 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits with which data is written before it is read and no relative speed exceeds
-    ``budget`` bytes.
+    """Return the fewest waits with which each tensor is written before it is read and, at any relative speed of the
+    lanes, at most ``budget`` bytes are resident from the fork on.
 
-    None if the plan exceeds it without concurrency.
+    None if more are resident even while runs follow the plan's sequence.
     """
     lows: list[int] = []
     highs: list[int] = []
@@ -127,7 +126,8 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
-    """Convert windows of the main lane's progress, by progress of the recovery lane, to `Needs`."""
+    """Return the waits that keep the main lane's progress from ``lows[q]`` to ``highs[q]`` while the recovery lane's
+    progress (as in `rows`) is q."""
     # The limits are even numbers, between runs: bytes come when a run starts and go when one ends.
     main, j = [], 0
     for k in range(len(where.main)):

@@ -58,9 +58,8 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Placed:
-    """The runs of a plan from its first backward op (``fork``) on, divided into two lanes: ascending
-    positions from 0.
-    """
+    """The runs of a plan from position ``fork`` on, divided into two lanes. ``main``, ``recovery``: the positions of
+    each lane's runs in the plan, counted from 0, ascending."""
 
     fork: int
     main: tuple[int, ...]
@@ -91,9 +90,8 @@ class Placed:
 
 
 def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
-    """Divide a plan's runs into lanes: from the first backward op on, inverses and repeated forward ops go to
-    the recovery lane.
-    """
+    """Divide a plan's runs into lanes: from the first backward op on, inverses and repeated forward ops go to the
+    recovery lane. Without a backward op both lanes are empty."""
     fork = next((at for at, name in enumerate(runs) if graph.op[name].phase == "backward"), len(runs))
     inverses = {inverse.name for inverse in graph.inverses}
     seen = set(runs[:fork])
@@ -107,8 +105,9 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
-    """Return ``length`` runs with those at ``recovery`` on the recovery lane and the others from ``fork`` on on the
-    main lane; `ProblemError` unless ``recovery`` ascends from ``fork``."""
+    """Return ``length`` runs with those at ``recovery`` on the recovery lane, and the others from ``fork`` on on the
+    main lane. `ProblemError` unless ``fork`` is at most ``length`` and the positions ``recovery`` ascend between
+    both."""
     chosen = tuple(recovery)
     after = set(range(fork, length))
     if not 0 <= fork <= length or not after.issuperset(chosen) or any(a >= b for a, b in pairwise(chosen)):
@@ -145,8 +144,8 @@ class Copy:
 def copies_of(
     touches: Sequence[Touches], where: Placed, inputs: Iterable[str], outputs: Iterable[str]
 ) -> list[Copy]:
-    """Return the copies of tensors that are written or read from the plan's first backward op on, in the order of
-    writing. A copy is the result of one run. ``touches``: by run. The end of the main lane reads the ``outputs``."""
+    """Return the copies of tensors that are written or read from the fork on, in the order of writing. ``touches``: for
+    each run of the plan. ``inputs`` have no copies; the end of the main lane reads the ``outputs``."""
     fixed, now, made = set(inputs), dict[str, Copy](), list[Copy]()
     for at, (reads, writes) in enumerate(touches):
         lane, index = where.where.get(at, (MAIN, BEFORE))
@@ -168,9 +167,8 @@ Ascending within a lane. The main lane has one more entry, for the end of the st
 
 
 def data_needs(where: Placed, copies: Iterable[Copy], draws: Mapping[int, int]) -> Needs:
-    """Return the waits that data dependences require. ``draws``: by position of a repeated random run, its
-    first run.
-    """
+    """Return the waits that data dependences and the order of random draws require. ``draws``: by position of a
+    repeated random run from the fork on, the position of the op's first run."""
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for copy in copies:
         if (reader := copy.first[1 - copy.lane]) is not None:
@@ -213,8 +211,8 @@ def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
 
 
 def needs_of(where: Placed, waits: Iterable[tuple[int, int]]) -> Needs:
-    """Convert pairs (run, awaited run), by position in the plan, to `Needs`. The end waits for all runs. `ProblemError`
-    if a run is to wait for a later one or for one of its own lane."""
+    """Convert pairs (run, awaited run), by position in the plan, to `Needs`. The end of the step waits for all runs.
+    `ProblemError` unless both runs are from the fork on, on different lanes, the awaited one first."""
     needs = [0] * (len(where.main) + 1), [0] * len(where.recovery)
     for run, awaited in waits:
         if not (run in where.where and awaited in where.where and awaited < run):

@@ -15,7 +15,8 @@ Point: TypeAlias = "tuple[int, float]"
 
 
 def ladder(plans: Iterable[Plan]) -> tuple[Point, ...]:
-    """Return the peak and overhead of the cheapest plan at each of `RUNGS`, by rising peak; equal ones once."""
+    """Return the peak and overhead of the cheapest plan within each of `RUNGS` times the smallest peak, by rising peak,
+    equal ones once; empty without plans."""
     known = list(plans)
     least = min((plan.peak for plan in known), default=0)
     rungs = ([plan for plan in known if plan.peak <= int(share * least)] for share in RUNGS)
@@ -24,7 +25,8 @@ def ladder(plans: Iterable[Plan]) -> tuple[Point, ...]:
 
 
 def knee(points: Sequence[Point]) -> Point | None:
-    """Return the point that is farthest below the straight line from the first point to the last; None if none is."""
+    """Return the point that is farthest below the straight line from the first point to the last; None if no point is
+    below it, or with fewer than three. ``points``: by rising peak."""
     if len(points) < 3:
         return None
     (low, dear), (high, cheap) = points[0], points[-1]

@@ -77,9 +77,9 @@ class Plan:
 
 
 def with_bound(plan: Plan, bound: float) -> Plan:
-    """Return the plan with a lower bound, and ``optimal`` if its overhead equals it (`CLOSED`); a bound above
-    the overhead is wrong and ignored.
-    """
+    """Return the plan with the lower bound ``bound``, and with the status ``optimal`` if its overhead is at most
+    `CLOSED` above the bound, else ``feasible``. A bound more than `CLOSED` above the overhead is wrong: then ``plan``
+    is returned unchanged."""
     overhead = plan.estimate.overhead
     if not bound <= overhead + CLOSED:
         return plan
@@ -107,7 +107,7 @@ def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **m
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Convert a plan to plain JSON data in the format ``rematplan.plan/1``. The status ``refining`` becomes
-    ``feasible``."""
+    ``feasible``; the field ``near`` is left out."""
     e = plan.estimate
     return {
         "format": PLAN_FORMAT,
@@ -133,9 +133,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
-    """Return a plan of ``graph`` from JSON data, simulated again; `ProblemError` if it is malformed, invalid, of
-    another graph, or over its budget. It has no lower bound if the stated peak or cost differs from the simulated
-    one."""
+    """Return a plan of ``graph`` from JSON data, simulated again. `ProblemError` if the data is malformed, the plan is
+    invalid or over its budget, or its fingerprint is of another graph. It has no lower bound if the stated peak or cost
+    differs from the simulated one."""
     if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
         raise ProblemError(f"not a {PLAN_FORMAT} file")
     fingerprint = str(data.get("fingerprint", ""))

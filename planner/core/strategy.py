@@ -106,7 +106,8 @@ class FamilyStrategy(Strategy):
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
         """Return the cheapest candidate within ``budget`` bytes. If none fits, `InfeasibleBudget` has the candidate
-        with the smallest peak, and the one with the smallest of those with little overhead (`CHEAP`)."""
+        with the smallest peak, and, of those whose overhead is at most `CHEAP`, the one with the smallest peak, if any.
+        ``starts`` are ignored."""
         del starts
         found = self.around(graph, budget, progress)
         if found[0].estimate.peak > budget:
@@ -168,8 +169,8 @@ class SearchStrategy(Strategy):
         progress: Progress = silent,
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
-        """Return undominated plans by falling peak, at most one for each budget, within equal shares of the time
-        limit. It ends at the largest budget that no plan fits."""
+        """Return undominated plans by falling peak, at most one for each budget, within equal shares of the time limit.
+        Budgets are tried from the largest down, until one is found infeasible."""
         falling = sorted(set(budgets), reverse=True)
         share = self.share(max(1, len(falling)))
         plans: list[Plan] = []

@@ -82,8 +82,8 @@ def made_by(action: Action) -> Message | None:
 class PipelineSchedule:
     """The order in which each rank of a pipeline runs its actions.
 
-    Raises a ProblemError if a stage has not exactly one rank, or a micro-batch does not pass each stage as F,
-    F B, or F I W.
+    Raises a ProblemError if the number of lists is not ``ranks``, a stage has not exactly one rank, or a rank does not
+    run exactly F, F B, or F I W for each micro-batch in each of its stages.
     """
 
     name: str
@@ -109,8 +109,8 @@ class PipelineSchedule:
             self._check(rank, actions, stages)
 
     def _check(self, rank: int, actions: RankActions, stages: tuple[int, ...]) -> None:
-        """Raise `ProblemError` unless each micro-batch runs F alone, F and B, or F, I and W, in this order, in each
-        of the rank's stages."""
+        """Raise `ProblemError` unless the rank runs, for each micro-batch in each of its stages, F alone, F and B, or
+        F, I and W, in this order, and nothing else."""
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind
@@ -148,7 +148,8 @@ def schedule_of_rows(
     """Return the schedule in which each rank runs one row: (kind, stage, micro-batch) of actions and of entries between
     them.
 
-    A send without an entry begins right after the action that makes the message. `ProblemError` for an unknown kind.
+    A send without an entry begins right after the action that makes the message. `ProblemError` for an unknown kind, or
+    for rows that `PipelineSchedule` refuses.
     """
     for kind in sorted({row[0] for rank in rows for row in rank}):
         if kind not in (*KINDS, *RECEIVES, *SENDS, *KEEPS, *DROPS):

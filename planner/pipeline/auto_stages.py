@@ -42,7 +42,8 @@ class AutoStages:
         return search.improved(graph, budget, starts, self._part(effort))
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
-        """Return the plan with the smallest peak that a search from the known plans ``starts`` finds."""
+        """Return the plan with the smallest peak that a search from the known plans ``starts`` finds. An exception that
+        interrupts the search is raised again."""
         plan, interrupted = search_smallest_peak(graph, self._part(effort), starts)
         if interrupted is not None:
             raise interrupted

@@ -72,8 +72,8 @@ class Terms:
 def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
 ) -> tuple[StageTimes, ...]:
-    """Return the times and the message sizes of each stage of a pipeline. ``times``: microseconds of forward,
-    backward and weight gradients. ``recovers``: as in `returned_bytes`."""
+    """Return the times and the message sizes of each stage of a pipeline. ``times``: for each stage, the microseconds
+    of forward, backward and separate weight gradients. ``recovers``: as in `returned_bytes`."""
     bounds = (0, *cuts, len(chain))
     return tuple(
         StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))
@@ -114,15 +114,17 @@ class PipelineSearch:
     _peaks: dict[tuple[int, Intervals], int] = field(default_factory=dict)
 
     def run(self, cuts: Cuts | None = None) -> PlannedPipeline:
-        """Return the planned pipeline with the given cuts, or with the best cuts found if ``cuts`` is None."""
+        """Return the planned pipeline with the given cuts, or with the best cuts found if ``cuts`` is None.
+        `UsageError` if cuts divide the readers of a parameter or there are too few places for them; `InfeasibleBudget`
+        if no plans fit."""
         if cuts is not None:
             self.chain.check_cuts(cuts)
         return self._pipeline(self.best_cuts() if cuts is None else cuts)
 
     def best_cuts(self) -> Cuts:
-        """Return the tried cuts with the least makespan, or `lean_cuts` if no tried cuts fit the budget.
-        Plans the stages of each try.
-        """
+        """Plan the stages of up to `ROUNDS` different cuts, and return those cuts with the least makespan whose plans
+        all fit the budget; `lean_cuts` if there are none. Fewer are planned if the time is over or `REFUSED` of them do
+        not fit."""
         tried = dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
             self.progress(len(tried) / ROUNDS, "planning the stages")
@@ -140,7 +142,8 @@ class PipelineSearch:
         """The cuts with the smallest largest peak of a rank that the function `lean_cuts` finds."""
 
         def estimate(start: int, end: int, stage: int) -> float:
-            """The bytes that exist during the whole step, messages in flight, and the largest op."""
+            """Estimate a stage's bytes: those that exist during the whole step, its messages in flight, and its largest
+            op."""
             fixed, (shared, trained, _) = self.template(start, end, stage), self._input_bytes(start, end)
             whole = fixed.standing.always + shared + trained
             largest = max(self._largest_ops[start:end])
@@ -196,8 +199,9 @@ class PipelineSearch:
         return time_floors(self.chain, room)
 
     def _promising(self) -> tuple[float, Cuts] | None:
-        """Return the least simulated makespan in microseconds found from the cuts with fast stages, and its cuts;
-        None if no cuts fit the budget."""
+        """Return the least simulated makespan (microseconds) that a local search from cuts with fast stages finds, and
+        its cuts. The makespan is infinite if none of the cuts found has plans that fit; None if by the bounds no cuts
+        can fit the budget."""
         found = [p.cuts for p in partitions(self.chain, self.schedule.stages, self._time, self.terms.link)]
         makespan = cache(self._makespan)
         # The slowest stage alone does not decide the makespan, least of all if a rank has several stages.
@@ -207,9 +211,8 @@ class PipelineSearch:
         return min(((makespan(cuts), cuts) for cuts in best), default=None)
 
     def _makespan(self, cuts: Cuts) -> float:
-        """Return the simulated makespan in microseconds with these cuts; infinite if a rank is known not to
-        fit the budget.
-        """
+        """Return the simulated makespan in microseconds with these cuts, a lower bound if stages have no plans yet;
+        infinite if a rank is known not to fit the budget."""
         times = [(0.0, 0.0, 0.0)] * self.schedule.stages
         for rank, stages in enumerate(self.schedule.stage_of_rank):
             own = self._intervals(cuts, rank)
@@ -229,10 +232,10 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Return a stage's microseconds per micro-batch: those of its plan if it is its rank's only stage and
-        planned, else a lower bound.
+        """Return the microseconds per micro-batch of stage ``stage`` with the blocks ``start`` to ``end`` − 1: those of
+        its plan if the stage is planned and its rank's only one, else a lower bound.
 
-        Infinite if the search found no plan that fits.
+        Infinite if a search found no plan that fits, or the bound shows that none exists.
         """
         rank = self.schedule.rank_of(stage)
         plan = self.planned.get((rank, ((start, end),)))
@@ -243,9 +246,8 @@ class PipelineSearch:
         return plan.stages[0].times.total
 
     def _rank_plans(self, cuts: Cuts, seconds: float) -> Iterator[RankPlan | InfeasibleBudget]:
-        """Yield each rank's plans, or the error if none were found that fit. Missing ones are searched for
-        and recorded in ``planned``.
-        """
+        """Yield each rank's plans for these cuts, or the error if none were found that fit. Missing plans are searched
+        for, all in ``seconds`` together, and recorded in ``planned``."""
         keys = [(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
         effort, unplanned = Effort(seconds), sum(key not in self.planned for key in keys)
         for key in keys:

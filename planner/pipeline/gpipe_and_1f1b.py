@@ -73,9 +73,8 @@ def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool
 def _with_messages(
     name: str, stages: int, microbatches: int, entries: Callable[[int], Iterator[tuple[str, int]]]
 ) -> PipelineSchedule:
-    """Return a schedule with one stage per rank. ``entries`` yields a stage's (kind, micro-batch); those that
-    the end stages lack are left out.
-    """
+    """Return a schedule with one stage per rank. ``entries`` yields the (kind, micro-batch) of a stage's row; kinds
+    that the first or the last stage cannot have (`OF_FIRST`, `OF_LAST`) are left out."""
     rows = [
         [
             (kind, stage, m)
@@ -88,8 +87,8 @@ def _with_messages(
 
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    """Return a schedule like 1F1B with more micro-batches in flight, so that ranks work while messages travel; at
-    ``hop`` = 0, with as many. ``hop``: the time of a message ÷ the time of a stage's forward and backward."""
+    """Return a schedule like 1F1B, but with ⌈2·``hop``⌉ more micro-batches in flight for each later stage, so that
+    ranks work while messages travel. ``hop``: the time of a message ÷ the time of a stage's forward and backward."""
     more = math.ceil(2 * hop - 1e-9)
     # Stage s of P has 1 + (P − 1 − s)·(1 + ⌈2·hop⌉) in flight.
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]

@@ -22,9 +22,9 @@ def lean_cuts(
     estimate: StageTime,
     peaks: Callable[[Cuts], Sequence[int]],
 ) -> Cuts:
-    """Return cuts with a small largest peak of a rank: the best by ``estimate`` (a stage's bytes), changed while the
-    largest of ``peaks`` falls. A change moves the beginning of one stage by one allowed block; at most `CHANGES` are
-    tried."""
+    """Return cuts with a small largest peak of a rank: those with the least largest ``estimate`` (a stage's bytes),
+    changed while the largest of ``peaks`` (each rank's bytes) falls. A change moves the beginning of one stage by one
+    allowed block; at most `CHANGES` are tried. `UsageError` if the chain has too few places for cuts."""
     best = partitions(chain, schedule.stages, estimate)[0].cuts
     own = peaks(best)
     left = CHANGES

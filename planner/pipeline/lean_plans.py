@@ -60,9 +60,9 @@ class _Gap:
 def find_lean_plans(
     candidates: RankCandidates, least: LeastPlan, searches: int, budget: int, order: Sequence[int]
 ) -> int:
-    """Return the smallest peak (bytes) of the rank that is found. The search ends within ``budget`` or after
-    ``searches``; plans found become candidates. ``order``: of the stages.
-    """
+    """Return the smallest peak (bytes) of the rank that is found; plans found become candidates. After first searches
+    for each stage, the search ends within ``budget``, after ``searches`` more, or if no more can help. ``order``: the
+    indices of the stages as they are searched."""
     gaps = []
     for reusing, at in product((False, True), order):
         stage = candidates.stages[at]
@@ -90,8 +90,9 @@ def find_lean_plans(
 def _found(
     candidates: RankCandidates, least: LeastPlan, at: int, reusing: bool, workspace: int
 ) -> _Point | None:
-    """Return a plan with a small peak if the boundary op has ``workspace`` bytes, or its own if those are more; None
-    without a search. Plans found become candidates. ``reusing``: whether ops are assumed to write into operands."""
+    """Search for a plan of stage ``at`` with a small peak while the boundary op's workspace is ``workspace`` bytes, or
+    its own if larger. Return the first plan found; None if ``least`` makes no search. Plans found become candidates.
+    ``reusing``: whether ops are assumed to write into operands."""
     stage = candidates.stages[at]
     own = max(stage.graph.op[stage.boundary].workspace, workspace)
     real = replace(stage, graph=stage.with_boundary_workspace(own))

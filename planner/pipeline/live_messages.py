@@ -39,8 +39,8 @@ class _Held:
 
 
 def message_bytes(actions: Iterable[Action], stages: Mapping[int, StagePlan]) -> Iterator[tuple[int, int]]:
-    """Yield two numbers of message bytes for each action: the most since the previous action, and those
-    during it, without its own messages.
+    """Yield two numbers of message bytes for each action: the most since the previous action, and those during the
+    action, without messages that it reads or makes.
 
     The last pair is for the time after the last action, and for the end of the step.
     """

@@ -40,10 +40,11 @@ def message_memory(
     outputs: int = 0,
     opening: int = RANDOM_STATE,
 ) -> StagePlan:
-    """Return a `StagePlan` with the bytes that a stage needs for messages; other fields are 0.
+    """Return a `StagePlan` with the bytes that a stage needs for messages; other fields are 0. ``size``: the stage's
+    messages for one micro-batch.
 
-    ``outputs``: bytes of the last stage's outputs, which are not sent; 0 for other stages. ``opening``: those that
-    preparing the first step needs.
+    ``outputs``: bytes of the last stage's outputs, which are not sent; 0 for other stages. ``opening``: bytes that
+    preparing the first step needs. Schedules with `CHANNELS` ignore both.
     """
     own = schedule.stage_of_rank[schedule.rank_of(stage)]
     before, after = stage - 1 in own, stage + 1 in own
@@ -71,10 +72,10 @@ def message_memory(
 
 @lru_cache(maxsize=256)
 def least_credits(schedule: PipelineSchedule) -> int:
-    """Return the fewest credits with which the schedule does not deadlock and takes at most `SLOWER` times as
-    long as with unlimited ones.
+    """Return the fewest credits with which the schedule, simulated with stages of equal times, does not deadlock and
+    takes at most `SLOWER` times as long as with unlimited credits.
 
-    If there is no such number, return the number of micro-batches.
+    If there is no such number, return the number of micro-batches. `ProblemError` if even unlimited credits deadlock.
     """
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     # A message and its answer together travel as long as forward and backward of n micro-batches, if a stage

@@ -194,7 +194,8 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
 
 def pipeline_from_json(data: object) -> PlannedPipeline:
     """Build a planned pipeline from JSON data in the format that `pipeline_to_json` writes. Peaks and the timeline are
-    not read, but computed again. `ProblemError` if parts contradict each other or a peak exceeds the budget."""
+    not read, but computed again. `ProblemError` if a field is missing or malformed, parts contradict each other, or a
+    peak exceeds the budget."""
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file; rematplan pipeline -o writes one")
     rows = field_of(data, "actions", list_of(list_of(_entry)))
@@ -248,7 +249,7 @@ def _message(value: object) -> tuple[int, tuple[str, int, int]]:
 
 
 def _stage_op(value: object) -> StageOp:
-    """Read a `StageOp` from a list of its fields; an error if one has another type."""
+    """Read a `StageOp` from a list of its fields. `TypeError` or `ValueError` if one is missing or has another type."""
     name, op, backward, loss, reads, writes = json_list(value)
     if not isinstance(backward, bool) or not isinstance(loss, bool):
         raise TypeError(f"{shown(backward)} or {shown(loss)} is not true or false")
@@ -269,7 +270,8 @@ def _schedule_name(value: object) -> str:
 
 
 def _link(value: object) -> Link:
-    """Read a link, whose bandwidth is infinite if it is None; an error if it is 0 or no number."""
+    """Read a link; a bandwidth of None counts as infinite. `ProblemError` or `TypeError` if a field is missing or no
+    number from 0 on, `ValueError` if the bandwidth is 0."""
     link = json_object(value)
 
     def speed(bandwidth: object) -> float:
@@ -284,8 +286,9 @@ def _link(value: object) -> Link:
 def _with_messages(
     row: list[tuple[str, int, int]], entries: Sequence[tuple[int, tuple[str, int, int]]]
 ) -> list[tuple[str, int, int]]:
-    """Return a rank's actions with the message entries between them; `ProblemError` if one fits no action.
-    ``entries``: each with the position of the action that it precedes."""
+    """Return a rank's actions with the message entries between them. ``entries``: each with the position of the action
+    that it precedes. `ProblemError` if a position is too large, or the rank does not run an entry's stage and
+    micro-batch."""
     own = {action[1:] for action in row}
     before: dict[int, list[tuple[str, int, int]]] = {}
     for position, entry in entries:
@@ -328,7 +331,8 @@ def stage_plan_to_json(plan: StagePlan) -> dict[str, Any]:
 
 
 def _stage_plan(value: object) -> StagePlan:
-    """Read a stage's memory, times and plan; an error if a key is missing or unknown, or a value of another type."""
+    """Read a stage's memory, times and plan. `ProblemError`, `TypeError` or `ValueError` if a key is missing or
+    unknown, or a value has another type."""
     row = json_object(value)
     keys = {
         group: {KEYS.get((group, one.name), one.name): one for one in fields(kind)}

@@ -42,11 +42,11 @@ class RankBudgetShares:
         return found
 
     def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
-        """Return the bytes, inputs included, that other micro-batches and stages leave to one stage's plan if
-        all keep within ``bounds``.
+        """Return the bytes, inputs included, that other micro-batches and stages leave to the plan of the rank's stage
+        number ``at`` if all keep within ``bounds``; negative if they leave none.
 
-        With ``relaxed``, return an upper bound: a larger peak exceeds the rank's budget if no stage keeps
-        less than its ``bounds``.
+        With ``relaxed``, return an upper bound: a larger peak exceeds the rank's budget if no stage keeps less than its
+        ``bounds``.
         """
         me = self.all[at].stage
         idle = [

@@ -48,10 +48,10 @@ class RankCandidates:
         """The stages whose candidates include the plans from which searches begin."""
 
     def take(self, at: int, plan: Plan) -> StagePlan:
-        """Add a plan to the candidates of stage ``at``, and return the memory and times that it has in the
-        original problem.
+        """Add a plan to the candidates of stage ``at``, and return the memory and times that it has in the original
+        problem.
 
-        It is not added if it keeps too many bytes or a candidate has equal figures.
+        The plan is not added if it keeps more bytes than the stage's ``kept`` or a candidate has equal figures.
         """
         stage = self.stages[at]
         own = replace(plan, estimate=simulate(stage.graph, plan.schedule))

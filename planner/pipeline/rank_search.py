@@ -152,8 +152,8 @@ class RankSearch:
     def run(self, thorough: bool = True) -> RankPlan:
         """Return the cheapest plans found within the budget.
 
-        If there are none, InfeasibleBudget states the smallest budget found; without ``thorough`` it is
-        searched for less long.
+        If there are none, InfeasibleBudget states the smallest budget found and, with ``thorough``, the smallest with
+        little recomputation (`CHEAP`). Without ``thorough`` the search for the smallest budget is shorter.
         """
         best = self.known.within(self.budget)
         if best is None or extra(best) > 0:
@@ -298,7 +298,8 @@ class RankSearch:
 
     @cached_property
     def _gains(self) -> tuple[float, ...]:
-        """For each stage, its share of the bytes that plans of all stages can save; 0 if it is `LIMITS.little`."""
+        """For each stage, its share of the bytes that plans of all stages can save; 0 if the share is at most
+        `LIMITS.little`."""
         most = in_flight(self.known.actions)
         saved = []
         for stage, whole in zip(self.stages, self.rank.all, strict=True):
@@ -325,9 +326,8 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _share(self, room: Callable[[int, int], int]) -> float:
-        """Return the largest share (0 to 1, see `RankBudgetShares.bounds`) at which each stage has ``room``
-        bytes; 0 if there is none.
-        """
+        """Return the largest share (0 to 1, see `RankBudgetShares.bounds`) at which each stage's budget is at least
+        ``room(index of the stage, bytes kept)``; 0 if there is none."""
 
         def fits(share: float) -> bool:
             bounds = self.rank.bounds(share)

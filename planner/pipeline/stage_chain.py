@@ -223,7 +223,7 @@ def blocks_at(graph: TrainingGraph, firsts: Sequence[int]) -> tuple[tuple[int, .
 
 
 class _Assignment:
-    """Assigns each backward op to a block (``at``).
+    """Assigns each backward op to a block (``at``). `UsageError` if a forward op reads what a later block computes.
 
     ``of``: by forward op, its block. ``blocks``: their number. ``pairs``: by name of a gradient, the parameter's name.
     ``homes``: by backward op, the block where it should be.
@@ -304,10 +304,10 @@ class _Assignment:
         return min([block, *(self.owner[t] for t in ix.writes[o] if t in self.owner)])
 
     def _sink(self, o: int) -> None:
-        """Move a backward op to the earliest block at or after all that read its results and make its forward
-        operands, if messages don't grow.
+        """Move a backward op to the last of the blocks that read its results or make its forward operands, if that
+        block is earlier and messages do not grow.
 
-        It stays if an operand isn't available there.
+        The op stays if an operand is not available there.
         """
         ix = self.ix
         wanted = [self.owner.get(t, self.at[o]) for t in ix.writes[o] if ix.is_output[t]]

@@ -43,9 +43,9 @@ class _Saved:
 def time_floors(
     chain: StageChain, room: Callable[[int, int, int], tuple[float, int]]
 ) -> Callable[[int, int, int], float]:
-    """Return a function of (first block, block after the last, stage) that bounds the stage's microseconds per
-    micro-batch from below. ``room``: returns for the same the bytes for micro-batches in flight and their number.
-    Without inverses the bound is infinite if the bytes are negative."""
+    """Return a function of (first block, block after the last, stage): a lower bound of the stage's microseconds per
+    micro-batch. ``room`` takes the same, and returns the bytes for all micro-batches in flight and their number. If the
+    bytes are negative, the bound is infinite, except with inverses."""
     saved = _saved(chain)
     inverses = bool(chain.graph.inverses)
     known: dict[tuple[int, int, int], float] = {}

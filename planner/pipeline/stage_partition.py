@@ -97,9 +97,8 @@ def shifted(chain: StageChain, cuts: Cuts) -> list[Cuts]:
 
 
 def descent(chain: StageChain, cuts: Cuts, cost: Callable[[Cuts], float], most: int) -> Cuts:
-    """Return cuts no more expensive than ``cuts``, by repeated exchange for the cheapest of `changed`, which
-    are tried at most ``most`` times.
-    """
+    """Return cuts no more expensive than ``cuts``, by repeated exchange for the cheapest of `changed`. The ``cost`` of
+    at most ``most`` other cuts is computed."""
     while near := changed(chain, cuts)[:most]:
         most -= len(near)
         best = min((cuts, *near), key=cost)

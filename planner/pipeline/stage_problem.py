@@ -122,9 +122,8 @@ class StageProblem:
         return self.assuming_reuse(self.reusable)
 
     def assuming_reuse(self, names: Container[str]) -> StageProblem:
-        """Return this problem as if those of the ops ``names`` that are ``reusable`` wrote their results into
-        operands.
-        """
+        """Return this problem as if those ops in ``names`` that are ``reusable`` wrote their results into operands. A
+        plan that then needs b bytes has a peak of at most b + `most_reused` in the returned problem."""
         if not self.reusable:
             return self
 
@@ -156,10 +155,10 @@ class StageProblem:
         return _measured(self, plan)
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
-        """Return the graph with boundary workspaces such that plans within ``budget`` keep at most ``kept``
-        bytes to the backward.
+        """Return the graph with boundary workspaces such that plans within ``budget`` bytes, inputs included, keep at
+        most ``kept`` bytes from forward to backward.
 
-        ``deferred``: the same between I and W.
+        ``deferred``: the same limit between I and W; None, or without a split backward: no such limit.
         """
         bounds = {
             self.boundary: kept
@@ -190,7 +189,7 @@ class StageProblem:
 
 
 def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
-    """Return what `StageProblem.measured` says. Series have a number for each step of the schedule."""
+    """Return the memory and times of a stage under a plan, and the plan as JSON data."""
     graph, schedule = problem.graph, plan.schedule
     # Without inputs. In the first backward, gradients stay that later ones add to earlier ones and free.
     beyond = [bytes_ - graph.input_bytes for bytes_ in problem.resident(schedule)]
@@ -305,9 +304,8 @@ def _held_longer(
 
 
 def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> list[int]:
-    """Return the bytes of tangents at each step, as if it were in the backward. ``split``: the second
-    boundary's index, or the schedule's length.
-    """
+    """Return the bytes of tangents at each step, as if all steps were in the backward. ``split``: the index of the
+    second boundary, or the schedule's length without one."""
     if not problem.tangents:
         return [0] * len(schedule)
     sizes, outputs = problem.graph.size, {*problem.graph.outputs, *problem.gradients.values()}

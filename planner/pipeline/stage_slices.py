@@ -251,9 +251,8 @@ class _Builder:
         return [self.ix.tensors[t] for t in self.piece.returned if t in self.made]
 
     def _outputs(self, gradients: set[str]) -> tuple[str, ...]:
-        """Return the tensors that stay to the end of the stage's backward, by position: outputs of the step
-        and messages, without ``gradients``.
-        """
+        """Return the names of the tensors that stay to the end of the stage's backward, by position: outputs of the
+        step and messages, without ``gradients``."""
         results = [self.ix.tensors[t] for t in self.made if self.ix.is_output[t]]
         # In a split backward, and if stages recover their inputs, messages are freed earlier.
         leaving = [] if self.split or self.recovers else [*self._leaving(), *self._returned()]

@@ -174,7 +174,8 @@ class _Replay:
         return self._run(rank, step) if isinstance(step, Action) else self._send(rank, step)
 
     def _run(self, rank: int, action: Action) -> bool:
-        """Run an action. Return False if something that it reads is not there yet."""
+        """Run an action, record its times and return True; return False, without effect, if a result that it reads is
+        not yet available."""
         needs = self._needs(action)
         ready = [time for _, time in needs if time is not None]
         if len(ready) < len(needs):
@@ -206,7 +207,8 @@ class _Replay:
         return [(own, self.made.get(own)), *answer]
 
     def _send(self, rank: int, message: Message) -> bool:
-        """Send a message if another rank reads it. Return False if there is no credit for it yet."""
+        """Send a message if another rank reads it, and return True; return False, without effect, if there is no credit
+        for it yet."""
         half, stage, _ = message
         to = self._reader(message)
         if to is None or to == rank:
