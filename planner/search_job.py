@@ -27,7 +27,8 @@ Answer = dict[str, Any]
 
 
 def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan of a worker's answer (`message_of`), with peak and cost simulated."""
+    """Return the plan of a worker's answer (`message_of`), with peak and cost simulated. `ProblemError`, `LookupError`,
+    `TypeError` or `ValueError` if it is no valid plan; whether it fits ``budget`` is not checked."""
     names = list(problem.op)
     plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
     bound = answer["lower_bound"]
@@ -52,7 +53,8 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """One request to the worker for a better plan, with the plans found so far. Malformed requests raise."""
+    """One request to the worker for a better plan, with the plans found so far. A malformed request raises
+    `ProblemError`, `UsageError`, `KeyError`, `TypeError` or `ValueError`."""
 
     def __init__(self, request: Mapping[str, Any], store: PlanStore) -> None:
         # New plans are added to the store on disk. ``request``: as `planner.worker` describes.
@@ -84,8 +86,8 @@ class SearchJob:
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
         """Yield messages of better plans and of plans with a bound: of the one on disk if good enough, else of ever
-        longer rounds. Between rounds, messages are empty. If ``urgent`` returns True, a round ends early and is
-        repeated."""
+        longer rounds until the time limit or a good enough plan. Between rounds, messages are empty. If ``urgent``
+        returns True, a round ends early and is repeated."""
         # A plan on disk that is good enough is the answer.
         known = self._solved()
         if known is not None:

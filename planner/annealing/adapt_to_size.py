@@ -55,9 +55,9 @@ def polished(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Iterator[Plan]:
-    """Yield plans within ``budget`` bytes, each cheaper than the one before and than all ``starts`` (found for other
-    sizes) that fit. ``seconds``, ``moves``: of each anneal; if both are 0, needless recomputations are removed and no
-    anneal follows."""
+    """Yield plans within ``budget`` bytes, each cheaper than the one before and than all fitting ``starts`` (plans
+    found for other sizes, simulated for ``graph``). Starts that `Annealer.accepts` refuses are ignored. ``moves``, or
+    ``seconds`` if it is 0: of each anneal; if both are 0, needless recomputations are removed and no anneal follows."""
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)
     usable = [p for p in starts if annealer.accepts(runs_of(p.schedule))]

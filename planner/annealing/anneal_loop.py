@@ -49,11 +49,10 @@ def keep_best(S: State) -> None:
 
 @free_kernel
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
-    """Make up to ``moves`` random moves while the temperature falls from ``hot`` to ``cold``, and return how
-    many.
+    """Make up to ``moves`` random moves of the sequence in ``S`` while the temperature falls from ``hot`` to ``cold``,
+    and return how many.
 
-    ``mode``: as in `Annealer.cool`. It also ends if free slots or nodes run short; then a new state is
-    needed.
+    ``mode``: as in `Annealer.cool`. The loop also ends if free slots or nodes run short; then a new state is needed.
     """
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))

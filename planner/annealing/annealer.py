@@ -67,8 +67,9 @@ class Annealer:
         self.mean_size = max(1.0, float(self.problem.size.mean())) if self.problem.size.size else 1.0
 
     def load(self, runs: Sequence[str], budget: int, price: float = 0.0) -> None:
-        """Make ``runs`` the current sequence, within the budget or over it; the best sequence found so far is
-        forgotten. ``price``: of a unit over the budget; 0 means a default."""
+        """Make ``runs`` the current sequence, within ``budget`` bytes or over them; the best sequence found so far is
+        forgotten. Names that the annealer does not know are left out. ``price``: of a unit over the budget; 0 means a
+        default."""
         sequence = [self.number[name] for name in runs if name in self.number]
         self._seat(np.array(sequence, dtype=np.int64), float((budget - self.fixed) // self.unit))
         value = self.state.value
@@ -102,11 +103,11 @@ class Annealer:
         return made.issuperset(self.graph.outputs)
 
     def cool(self, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """Make up to ``moves`` random moves, while the temperature falls from ``hot`` to ``cold`` (percent of
-        the base cost). Return how many.
+        """Make up to ``moves`` random moves, while the temperature falls from ``hot`` to ``cold`` (percent of the base
+        cost). Return how many; fewer if the arrays become too full.
 
-        ``mode``: `ALL_MOVES`, `SHIFTS_ONLY` (of the order), or `UNTIL_FEASIBLE`, which ends within the
-        budget.
+        ``mode``: `ALL_MOVES`, `SHIFTS_ONLY` (of the order), or `UNTIL_FEASIBLE`, which ends as soon as the sequence is
+        within the budget.
         """
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())

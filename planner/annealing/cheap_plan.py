@@ -30,8 +30,8 @@ def cheap_plan(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`, by bisection from
-    the ``known`` plans. Ctrl-C ends it with the best plan so far."""
+    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`: by bisection from
+    the ``known`` plans and the one without recomputation. After Ctrl-C, the best plan so far is returned."""
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
     best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=by_peak)
@@ -67,9 +67,9 @@ def refusal(
     seed: int = 0,
     keep_order: bool = False,
 ) -> InfeasibleBudget:
-    """Return the error that no plan fits a budget, with the smallest peak found and the smallest at an
-    overhead of at most `CHEAP`.
-    """
+    """Return the error that no plan fits ``budget`` bytes, with the smallest peak found and the smallest at an overhead
+    of at most `CHEAP`, for which a search begins. ``least``: the plan of the smallest peak so far. ``known``: as in
+    `InfeasibleBudget`."""
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)
     return InfeasibleBudget(

@@ -23,9 +23,8 @@ def keeps_order(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def is_spare(P: Problem, S: State, node: int) -> bool:
-    """Return whether the run ``node`` can be removed: others still have what they read, and the required
-    order is kept.
-    """
+    """Return whether the run ``node`` can be removed: others still have what they read, and the required order is kept.
+    The first run of an op that must run never can."""
     op, slot = S.op[node], S.links.slot[node]
     if P.least[op] > 0:
         return bool(S.links.prev[node] >= 0)
@@ -38,10 +37,10 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
 
 @inner
 def sweep(P: Problem, S: State, waiting: int) -> None:
-    """Remove runs whose results nothing reads: of the first ``waiting`` entries of ``S.queue``, then of what
-    served them.
+    """Remove runs whose results nothing reads: of the first ``waiting`` entries of ``S.queue``, then of the runs from
+    which removed ones read.
 
-    Runs that must stay are kept, and all if the log is full.
+    Runs that must stay are kept, and once the log is full, all others too.
     """
     while waiting > 0:
         waiting -= 1
@@ -58,9 +57,8 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
-    """Append to ``S.queue`` the runs from which ``op`` would read at ``slot``, as far as they fit, and return
-    its new length.
-    """
+    """Append to the first ``waiting`` entries of ``S.queue`` the runs from which ``op`` would read at ``slot``, as far
+    as they fit, and return the new number of entries."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
             S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
@@ -70,9 +68,8 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Return a random run, of an op that runs more often than it must, that can be removed; -1 if the one
-    drawn cannot.
-    """
+    """Draw a random run of an op that runs more often than it must, and return it if it can be removed; -1 if it
+    cannot, or no op runs more often."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]

@@ -29,9 +29,10 @@ def plans_down_to(
     keep_order: bool = False,
     report: Callable[[Effort], None] = lambda _: None,
 ) -> tuple[Plan, ...]:
-    """Return the Pareto front of plans found at peaks that fall to ``budget``, or as far as the effort leads.
+    """Return the Pareto front of plans found at peaks that fall from that without recomputation to ``budget`` bytes, or
+    as far as the effort leads.
 
-    Ctrl-C ends the search and is recorded in ``effort.interrupted``.
+    Ctrl-C, or an `Enough` that ``report`` raises, ends the search and is recorded in ``effort.interrupted``.
     """
     annealer, base = Annealer(graph, seed, keep_order), [op.name for op in needed_ops(graph)]
     found: list[Plan] = []

@@ -29,10 +29,11 @@ def plans_between(
     count: int,
     seed: int = 0,
 ) -> list[Plan]:
-    """Return plans cheaper than those known, at up to ``count`` budgets from the smallest known peak up to that of the
-    cheapest plan, with equal efforts.
+    """Return plans at up to ``count`` even budgets, from the smallest peak of ``known`` plans to just below that of the
+    cheapest. Each is cheaper than all known plans within its budget; budgets without such a plan are left out.
 
-    Ctrl-C ends the search; the plans found so far are returned.
+    Ctrl-C, or an `Enough` that ``progress`` raises, ends the search; the plans found so far are returned. `ValueError`
+    without known plans.
     """
     annealer, found = Annealer(graph, seed), list[Plan]()
     low, high = min(known, key=by_peak).peak, min(known, key=by_cost).peak

@@ -92,9 +92,8 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots between which the run ``node`` can be moved, such that each run reads from the same
-    runs and orders are kept.
-    """
+    """Return two slots strictly between which the run ``node`` can be moved, such that each run reads from the same
+    runs and orders are kept."""
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
     high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1
@@ -163,10 +162,11 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
-    """Free a tensor that is unused at a random slot, and recompute it, with what that needs, before its next
-    read. Return False if that fails.
+    """Free a tensor that is unused at a random slot, and recompute it, with what that needs, before its next read.
+    Return False, without a change of the sequence, if that fails.
 
-    ``allowed``: the largest increase of the energy. ``over``: prefer a slot over the budget.
+    ``allowed``: the largest increase of the energy, beyond which the move is given up. ``over``: prefer a slot over the
+    budget.
     """
     slot = choose_slot(S, over)
     if slot + 1 >= S.at.size:
@@ -226,7 +226,7 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
     """Make one random move in a problem without phases, chosen by ``kind`` in [0, 1). Return False if it failed; then
-    undo. ``allowed``: as in `propose`."""
+    the caller must undo the edits made. ``allowed``: as in `propose`."""
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
     if kind < PLAIN_ANY:

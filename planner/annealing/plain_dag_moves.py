@@ -59,8 +59,9 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return two slots for the result of the run ``server``: its last use before ``slot``, or else that run, and its
-    first read after ``slot``. The second is `NO_SLOT` if it is read at ``slot``, or not after."""
+    """Return two slots for ``tensor`` as the run ``server`` wrote it: of its last read before ``slot`` (of ``server``
+    if there is none), and of its first read after ``slot``. The second is `NO_SLOT` if the tensor is read at ``slot``,
+    or not after it."""
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
     stop = links.slot[later] if later >= 0 else NO_SLOT
@@ -102,9 +103,8 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Insert, directly before the run ``node``, each op that shares an input with ``op``, if freeing its earlier
-    results saves more energy than it costs.
-    """
+    """Insert, directly before the run ``node``, each op that shares an input with ``op``, if freeing the op's earlier
+    results, unused at ``slot``, saves more energy than it costs. It ends when nodes, slots or log lines run short."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -138,9 +138,8 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """Return an estimate of the increase of the energy if the run ``node`` is removed; -inf if a run that
-    served it may become useless.
-    """
+    """Return an estimate of the increase of the energy if the run ``node`` is removed; -inf if the estimate would rise,
+    but a run from which ``node`` reads may become useless."""
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -176,10 +175,10 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Return the op, of a few tensors unused at ``slot``, whose recomputation saves the most energy, and the
-    run before which to run it.
+    """Return the op, of a few tensors unused at ``slot``, whose recomputation saves the most energy, and the run before
+    which to run it.
 
-    The op is -1 if all raise the energy by ``allowed`` or more.
+    Both are -1 if every op raises the energy by ``allowed`` or more, or no unused tensor is found.
     """
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):

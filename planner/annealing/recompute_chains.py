@@ -63,10 +63,10 @@ def a_length(S: State) -> int:
 
 @inner
 def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
-    """Collect in ``S.chain``, ascending, the ops to run before ``slot`` so that ``op`` can run there, and
-    return their number.
+    """Collect in ``S.chain``, ascending, the ops to run before ``slot`` so that ``op`` can run there, and return their
+    number. Of the inputs that are not live, it chooses by price or at random which to recompute and which to hold.
 
-    It is 0 if they cost more than ``limit`` or cannot be added.
+    The number is 0 if the ops cost more than ``limit``, or one that is needed cannot be added.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN
@@ -128,9 +128,8 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """Return the first run between ``slot`` and ``reader`` that reads an input of ``op`` last, before which
-    ``op`` can run again; else ``reader``.
-    """
+    """Return a run between ``slot`` and the run ``reader`` before which ``op`` can run again: the earliest that is the
+    last to read an input of ``op``; ``reader`` if there is none."""
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -174,9 +173,8 @@ def is_collected(P: Problem, S: State, tensor: int) -> bool:
 
 @inner
 def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int, float]:
-    """Add ``op`` to the chain, which needs it. Return its length and cost; infinite if it is full or ``op``
-    may not run again.
-    """
+    """Add ``op``, which the chain needs, to ``S.chain``. Return the chain's new length and its cost; the cost is
+    infinite if the chain is full or ``op`` may not run again."""
     if length >= CHAIN or is_spent(P, S, op):
         return length, np.inf
     S.chain[length] = op
@@ -251,9 +249,8 @@ def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
 
 @inner
 def queue_replaced(P: Problem, S: State, node: int) -> int:
-    """Fill ``S.queue`` with the latest earlier runs that write what ``node`` writes, and return their number;
-    0 if it was removed.
-    """
+    """Fill ``S.queue`` with the latest earlier runs that write what ``node`` writes, and return their number; 0 if
+    ``node`` is not in the sequence any more."""
     op, waiting = S.op[node], 0
     if S.links.slot[node] < 0:  # the run itself was removed
         return 0

@@ -98,9 +98,8 @@ class Search:
         return own if self.twin is None else min(own, self.twin.overhead)
 
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
-        """Return the cheapest plan within the budget that is found, or None. An interrupt ends it and sets
-        ``interrupted``; it is raised if no plan fits yet.
-        """
+        """Return the cheapest plan within the budget that is found, or None. A `KeyboardInterrupt` or `Enough` ends the
+        search and sets ``interrupted``; if no plan fits yet, it is raised again."""
         self.prepare(starts)
         begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
         try:

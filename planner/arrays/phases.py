@@ -35,9 +35,8 @@ Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
-    """Return one or two versions of the problem with different phases, the most plausible first; ``graph``
-    itself if nothing speaks against it.
-    """
+    """Return the versions of the problem to plan with, the most plausible first: ``graph`` alone if no phases can be
+    inferred or the stated ones are plausible, else the one with inferred phases, then ``graph`` if it states phases."""
     inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
     if inferred is None:
         return (graph,)

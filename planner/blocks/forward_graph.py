@@ -144,9 +144,8 @@ class _Groups:
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join groups with their only consumer if it reads nothing else and others then read no more bytes.
-        Return whether any were joined.
-        """
+        """Join each group that has one consumer alone with this consumer, if the consumer reads no other group, and
+        both together pass no more bytes to others than the group did. Return whether any were joined."""
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:

@@ -84,7 +84,7 @@ def by_size(masks: set[int]) -> tuple[int, ...]:
 
 
 def boundaries(view: ForwardGraph, chain: Sequence[int]) -> int:
-    """Return the nodes that a node of a later block reads, for a chain L_1 ⊂ … ⊂ L_k of bit masks."""
+    """Return, for a chain L_1 ⊂ … ⊂ L_k of bit masks, the bit mask of the nodes that a node of a later block reads."""
     edge = 0
     for block, mask in zip(blocks_of(chain), chain, strict=True):
         for v in bits(block):

@@ -56,7 +56,8 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """Return the stage of each backward op, the smallest block that it waits for; they run by falling stage.
+    """Return the stage of each backward op: the smallest block that it waits for. Backward ops run by falling stage;
+    the entries of forward ops mean nothing.
 
     An op that waits for no block has the largest stage of its dependents.
     """

@@ -109,7 +109,8 @@ class PlanStore:
             del self._lean[next(iter(self._lean))]
 
     def has_lean_plans(self, problem: TrainingGraph) -> bool:
-        """Return whether a problem with the same ops and tensors was refused, after a search for small peaks."""
+        """Return whether a problem with the same ops and tensors was refused with plans in the error, such as that of
+        the smallest peak found. Only the latest `FAMILIES` structures are known."""
         return problem.structure in self._lean
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
@@ -131,9 +132,8 @@ class PlanStore:
         return family
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
-        """Return plans of this problem to start from: from the latest of other structures, if convertible,
-        and from the same structure.
-        """
+        """Return plans of this problem to start from: the latest plans of other structures, as far as they can be
+        converted, then all allowed plans of its own family."""
         others = [plan for structure, plan in self._latest if structure != problem.structure]
         found = [plan for plan in (transfer_plan(other, problem) for other in others) if plan]
         family = self._families.get(problem.structure)

@@ -77,7 +77,7 @@ class Stack:
 
 
 def stack(members: Sequence[Member], tensors: int) -> Stack:
-    """Join at least one schedule into a `Stack`. ``tensors``: the number that ops write."""
+    """Join at least one schedule into a `Stack`. ``tensors``: the number of tensors that ops write."""
     nothing = members[0].recipes
     ends = np.cumsum([0, *(m.events.size for m in members)])
     rows = np.cumsum([0, *(m.runs.size + 1 for m in members)])

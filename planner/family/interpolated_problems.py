@@ -77,7 +77,8 @@ class Between:
     def amounts(self, size: int) -> Amounts:
         """Return bytes, workspaces and costs as in `problem`, but workspaces at captured sizes may be larger.
 
-        ``size``: above the smallest captured, at most the largest.
+        ``size``: above the smallest captured, at most the largest; else `ProblemError`, as for a tensor without a whole
+        number of bytes.
         """
         return self._amounts(size, self.bytes_at(size))
 
@@ -116,9 +117,8 @@ class Between:
         return np.clip(costs, np.minimum(at_a, at_b), np.maximum(at_a, at_b))
 
     def problem(self, size: int) -> TrainingGraph:
-        """Return the problem at a size from the smallest captured to the largest, the captured one if there
-        is one.
-        """
+        """Return the problem at ``size``, the captured one if there is one. `ProblemError` below the smallest or above
+        the largest captured size, or if a tensor would not have a whole number of bytes."""
         if size in self.captured:
             return self.captured[size]
         here = self.bytes_at(size)

@@ -129,7 +129,8 @@ class PlanFamily:
         return found
 
     def plan(self, graph: TrainingGraph, member: Member, amounts: Amounts | None = None) -> Plan:
-        """Return a schedule as a plan of ``graph``. ``amounts``: of the problem, if known."""
+        """Return a schedule as a plan of ``graph``; `ProblemError` if the graph has another structure. ``amounts``: of
+        the graph, if known."""
         self._check(graph)
         names, table = self._named
         if names != _names(graph):
@@ -147,8 +148,7 @@ class PlanFamily:
 
     def best_plan(self, graph: TrainingGraph, budget: int) -> Plan | None:
         """Return the cheapest schedule of the family within ``budget`` bytes as a plan of the problem ``graph``; None
-        if none fits.
-        """
+        if none fits. `ProblemError` if the graph has another structure."""
         self._check(graph)
         amounts = amounts_of(graph)
         member = self.best(amounts, budget)

@@ -29,7 +29,8 @@ class RepeatedLayers:
     """The problem with one layer more."""
 
     def problem(self, more: int) -> TrainingGraph:
-        """Return the problem with ``more`` further layers; `ProblemError` if its layers are not equal."""
+        """Return the problem with ``more`` further layers; `ProblemError` if its layers are not equal, or one reads
+        tensors of a layer that is not next to it."""
         graph, deeper, ops = self.graph, self.deeper, list[Op]()
         parts = zip(self._parts(graph), self._parts(deeper), strict=True)
         for at, (part, other) in enumerate(parts):
@@ -63,7 +64,9 @@ class RepeatedLayers:
         )
 
     def copies(self, name: str, more: int) -> list[Rename]:
-        """Return, for each copy of an op or tensor, a function that renames what belongs to it or is next to it."""
+        """Return, for each copy that the op or tensor ``name`` has with ``more`` further layers, a function that
+        renames names of the same and of neighbouring layers for this copy. Outside of the middle layer there is one
+        copy."""
         layer = self._place.get(name, (None, 0))[1]
         if layer == 2:
             return self._repeated(more)
@@ -129,8 +132,8 @@ class RepeatedLayers:
         return tuple(halves)
 
     def _parts(self, graph: TrainingGraph) -> list[list[Op]]:
-        """Return a problem's ops in five parts: before the forward's layers, these, between, the backward's layers,
-        and after them."""
+        """Return a problem's ops in five parts: before the forward's layers, the forward's layers, the ops between the
+        layers of both halves, the backward's layers, and the rest."""
         (end, length), (end_, length_) = self._regions
         ops, forward = list(graph.ops), sum(op.phase == "forward" for op in graph.ops)
         more = graph is self.deeper

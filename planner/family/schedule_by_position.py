@@ -77,8 +77,8 @@ class Member:
 
 
 def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member:
-    """Convert a valid schedule of a problem to positions; `ProblemError` if it names what the problem lacks.
-    ``strategy``: the name of the one that found it."""
+    """Convert a valid schedule of a problem to positions; `ProblemError` if it names what the problem lacks, or frees
+    what is not resident. ``strategy``: the name of the strategy that found it."""
     number = {t: i for i, t in enumerate(graph.producer)}
     recipe = {name: i for i, name in enumerate(graph.op)}
     writes = [[number[t] for t in op.writes if t in number] for op in graph.op.values()]

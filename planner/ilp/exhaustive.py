@@ -30,8 +30,8 @@ class Optimum:
 
 
 def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimal schedule within ``budget`` bytes, of infinite cost if none fits. None if there are more than
-    `MOST_TENSORS` tensors or ``most_states`` states.
+    """Return the optimal schedule within ``budget`` bytes, with an infinite cost if none fits; None if there are more
+    than `MOST_TENSORS` tensors or the search reaches more than ``most_states`` states.
 
     An op that writes nothing, may run once, or has its place in ``graph.ordered`` counts as a tensor.
     """

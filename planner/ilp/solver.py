@@ -173,8 +173,8 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
 def _request(
     rows: Rows, seconds: float, integer: bool, gap: float, hint: Mapping[int, float]
 ) -> rpc_pb2.SolveRequest:
-    """Return the message for HiGHS. It ends after ``seconds`` or, if these are infinite, an integer program after
-    `NODES` nodes. ``gap``, ``hint``: as in `Solver.solve`."""
+    """Return the message for HiGHS, with a limit: ``seconds`` or, if these are infinite, `NODES` nodes for an integer
+    program, and none for a continuous one. ``gap``, ``hint``: as in `Solver.solve`."""
     request = rpc_pb2.SolveRequest(solver_type=parameters_pb2.SOLVER_TYPE_HIGHS, model=_model(rows, integer))
     seconds = max(0.01, seconds)
     if math.isfinite(seconds):

@@ -36,9 +36,8 @@ def saved(plan: Plan, cost: float) -> float:
 
 
 def on_two_lanes(graph: TrainingGraph, plan: Plan, budget: int, sharing: Sharing = USUAL) -> Plan | None:
-    """Return the plan on two lanes within ``budget`` bytes at any relative speed; None if nothing is
-    rematerialised or it exceeds the budget.
-    """
+    """Return the plan, with earliest frees, on two lanes within ``budget`` bytes at any relative speed. None if no run
+    is for the recovery lane (`place`), or the plan exceeds the budget even on one lane."""
     runs = tuple(runs_of(plan.schedule))
     laned = Laned(graph, runs, place(graph, runs))
     if not laned.where.recovery:

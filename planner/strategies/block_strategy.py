@@ -42,9 +42,8 @@ class _Priced(NamedTuple):
 
 @dataclass(frozen=True)
 class CandidateStrategy(FamilyStrategy):
-    """Base class of strategies that compare candidates that do not depend on the budget. The problem's order
-    is one; the best are cached.
-    """
+    """Base class of strategies that compare candidates that do not depend on the budget. The problem's order is always
+    a candidate; those on the Pareto front are cached on the problem."""
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterable[Candidate]:
         """Yield candidate plans for a problem whose ops are marked as forward or backward. The same plan may be yielded
@@ -96,9 +95,8 @@ class CandidateStrategy(FamilyStrategy):
             return front
 
     def _of_all(self, views: Sequence[TrainingGraph], progress: Progress) -> Iterator[Candidate]:
-        """Yield the candidates of each phase view. A view after the first is skipped if it has too many lower
-        sets.
-        """
+        """Yield the candidates of each phase view (`phase_views`). If a view has too many lower sets, the first raises
+        `LatticeTooLarge`, and later ones are skipped."""
         first, *others = views
         yield from self.candidates(first, progress)
         for view in others:

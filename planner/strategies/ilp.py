@@ -102,7 +102,8 @@ class ILP(SearchStrategy):
     def _search(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
         """Search for plans and record them in ``best``: by one integer program over all orders if ops are few and
         unordered, else by annealing. An integer program with the annealed order of first executions follows if there
-        are at most `IlpLimits.most_ops` ops."""
+        are at most `IlpLimits.most_ops` ops. The search ends early if the best plan meets the lower bound or no plan
+        can fit."""
         recipes = len(graph.recipes)
         if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
