@@ -96,7 +96,8 @@ class AutoSession:
         )
 
     def find(self) -> Plan | None:
-        """Search as `plan` does, but return None if no plan is found that fits."""
+        """Search as `plan` does, but return None if no plan is found that fits. An interrupt is raised again if no plan
+        fits yet."""
         with self.proof:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
@@ -193,7 +194,8 @@ class AutoSession:
         return lower_by_eviction(self.graph, leanest, enough, effort, seed=seed, keep_order=order)
 
     def lower_the_peak(self) -> None:
-        """Search for the smallest peak until a plan fits or none can, as long as for the budget ``min``."""
+        """Search for the smallest peak until a plan fits or it is proven that none can, with at most the effort of the
+        budget ``min``. An interrupt is raised again if no plan fits yet, else it sets ``interrupted``."""
         # A budget that ``min`` can meet must not be refused.
         effort = self.refusal.effort_of_min
         if self.finished or effort.over:

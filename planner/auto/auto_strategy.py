@@ -73,8 +73,7 @@ class Auto(Strategy):
     @property
     def lasting(self) -> bool:
         """Whether the plans are worth saving on disk, as starts for searches in later processes. This is the option
-        ``reuse``; False if moves
-        are counted, because the result must not depend on earlier processes."""
+        ``reuse``; False if moves are counted, because the result must not depend on earlier processes."""
         return self.reuse and not self.counted
 
     @property

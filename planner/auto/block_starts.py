@@ -129,10 +129,10 @@ def _first(
     effort: Effort,
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
-    """Return the cheapest plan that fits and the leanest one of the first strategy in ``row`` that does not
-    refuse the problem.
+    """Return plans of the first strategy in ``row`` that does not refuse the problem as too large: the cheapest within
+    ``budget`` and the leanest. It is one plan if both are equal or none fits; none if all refuse.
 
-    It is stopped if ``effort`` is spent.
+    The strategy is stopped if ``effort`` is spent.
     """
     for member in row:
 

@@ -32,7 +32,8 @@ def passes_of(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
 ) -> list[Passes]:
     """Return the passes of least peak, for each number of passes from 1 to `MOST_PASSES`, while more lower the peak.
-    Tensors are numbers in the order in which they are written."""
+    Tensors are numbers in the order in which they are written. ``reads``: by op. ``sizes``: bytes by tensor.
+    ``outputs``: ascending."""
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
     grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)
@@ -42,7 +43,8 @@ def passes_of(
     ends = sorted({*np.searchsorted(grown, np.linspace(0, total, GROUPS + 1)).tolist(), 0, len(outputs)})
 
     def peak(first: int, end: int) -> int:
-        """Return the peak of a pass for the outputs from ``first`` to ``end``, with all later ones there."""
+        """Return the peak of a pass for the outputs from ``first`` to ``end`` − 1, while all later outputs are
+        resident."""
         until = len(ops) if end == len(outputs) else places[end - 1] + 1
         mine = np.clip(before[:until], grown[first], grown[end]) - grown[first]
         return int((held[:until] + mine).max(initial=0)) + total - int(grown[end])
@@ -83,7 +85,8 @@ def _backward_between(
     sizes: Sequence[int],
     outputs: Collection[int],
 ) -> Ints:
-    """Return, by op, the bytes of what the backward made before it for later ops, without outputs and what it reads."""
+    """Return, for each op, the bytes of earlier results of the backward that later ops read, without outputs and
+    without what the op itself reads."""
     last = {k: o for o, row in enumerate(reads) for k in row}
     kept = set(last).difference(outputs)
     kept = {k for k in kept if ops[maker[k]].phase == "backward"}

@@ -121,8 +121,8 @@ def simulate(T: EvictionArrays, P: Policy, S: EvictionState, first: int, last: i
 
 @inner
 def run_place(T: EvictionArrays, P: Policy, S: EvictionState, now: int) -> bool:
-    """Run a place's op after recomputing what is missing for it, unless all of its results that are used again are
-    resident. Return whether that succeeded."""
+    """Run a place's op after recomputing what is missing for it. The op is left out if some of its results are used
+    again and all of these are resident. Return whether that succeeded."""
     if now == T.starts[S.tally[PASSED] + 1]:
         S.tally[PASSED] += 1
     op = T.places[now]
@@ -232,7 +232,8 @@ def drop_unused(T: EvictionArrays, S: EvictionState, tensor: int, now: int) -> N
 def evict(T: EvictionArrays, P: Policy, S: EvictionState, op: int, short: int, now: int) -> bool:
     """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether there were enough.
 
-    What the op reads and writes stays, as do held tensors. Tiny ones go last, the largest first.
+    What ``op`` reads and writes stays, as do tensors that `may_go` refuses. Tiny ones are evicted last, the largest
+    first.
     """
     mark(T, S, op, True)
     for tiny in (False, True):

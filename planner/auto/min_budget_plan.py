@@ -60,9 +60,10 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Search for the smallest peak in at most half of the time. Return the cheapest plan found with a peak up to ``1
-    + slack`` times it. ``moves``: replaces the time if not 0. ``cheapest``: makes the strategy of the last search
-    from the seconds left; None: `Auto`."""
+    """Search for the smallest peak in at most half of the time, and return the cheapest plan found with a peak up to
+    ``1 + slack`` times it. If an interrupt ends it before the last search, return the plan of the smallest peak.
+    ``moves``: replaces the time if not 0. ``cheapest``: makes the strategy of the last search from the seconds left;
+    None: `Auto`."""
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)
     marked = infer_phases(graph)

@@ -77,7 +77,7 @@ class RefusalSearch:
         self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
     ) -> BaseException | None:
         """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None.
-        ``enough``, ``ended``: bytes, and when to end the search early."""
+        ``enough``: bytes at which the search ends. ``ended``: returns whether it must end early."""
         found, interrupted = search_smallest_peak(
             self.problem,
             effort,

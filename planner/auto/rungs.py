@@ -27,8 +27,8 @@ def rungs_above(
     seed: int = 0,
     keep_order: bool = False,
 ) -> list[Plan]:
-    """Return plans found at the peaks `RUNGS` down to ``least`` times the smallest known peak, with equal efforts for
-    those at which recomputation costs something.
+    """Return plans found within those multiples (`RUNGS`) of the smallest peak of ``known`` that are at least
+    ``least``. A budget is left out if a known plan within it recomputes nothing; the others get equal efforts.
 
     Ctrl-C ends the search and is recorded in ``effort.interrupted``.
     """

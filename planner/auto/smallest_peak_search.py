@@ -95,9 +95,10 @@ def search_smallest_peak(
     keep_order: bool = False,
     seed: int = 0,
 ) -> tuple[Plan, BaseException | None]:
-    """Search for the plan with the smallest peak, and return it with the interrupt that ended the search, or None.
-    ``enough``: bytes at which it ends. A small problem is searched in stages of twice as many moves, whose number
-    alone depends on the time limit."""
+    """Search for the plan with the smallest peak. Return it with the interrupt that ended the search, or None; if no
+    plan is below the peak without recomputation yet, the interrupt is raised. ``enough``: bytes at which the search
+    ends. ``ended``: returns whether it must end early. A small problem is searched in stages of twice as many moves,
+    whose number alone depends on the time limit."""
     search = partial(
         find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
     )
@@ -133,7 +134,8 @@ def find_smallest_peak(
     blocks: Sequence[Plan] | None = None,
 ) -> Plan:
     """Return the plan with the smallest peak found, at most that of ``starts`` whose order is allowed. A peak of at
-    most ``enough`` bytes ends the search."""
+    most ``enough`` bytes ends the search. ``blocks``: plans of block strategies with small peaks; None: they are
+    searched for."""
     if blocks is None:
         part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
         blocks = _lean_starts(graph, part, effort, progress, enough)
@@ -163,9 +165,11 @@ def find_smallest_peak(
 def _lean_starts(
     graph: TrainingGraph, for_blocks: Effort, whole: Effort, progress: Progress, enough: int
 ) -> tuple[Plan, ...]:
-    """Return block plans with small peaks, found with the effort ``for_blocks``, and a leaner one of the search back
-    in time, which takes a share of ``whole``. That search is left out if a peak is at most ``enough`` bytes or
-    proven to be the least, or if ``whole`` is cut short."""
+    """Return the plans of block strategies with small peaks, found within ``for_blocks``, and the plan of the search
+    back in time if it is leaner. This search is left out if ``whole``, the effort of the caller's search, is cut short.
+
+    It is also left out if a plan has at most ``enough`` bytes, or the proven least.
+    """
     progress(0.0, "lowering the peak")
     blocks = leanest_plans(graph, for_blocks)
     least = min((no_recompute(graph), *blocks), key=by_peak).peak
@@ -198,7 +202,8 @@ class _Lowering:
     """The plan with the smallest peak so far."""
 
     def run(self, starts: Sequence[Plan], report: Report) -> Plan:
-        """Return the plan with the smallest peak found, ``starts`` included unless the annealer refuses them."""
+        """Return the plan with the smallest peak found, ``starts`` included unless the annealer refuses them. An
+        interrupt is recorded in ``effort``; it is raised if the plan without recomputation is still the best."""
         base = no_recompute(self.graph)
         annealer = Annealer(self.graph, keep_order=self.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]

@@ -16,8 +16,9 @@ def search_without_inverses_first(
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
-    """Search variants of one problem in order, each from the plans of earlier ones, and return the plans found.
-    ``search`` gets the share of the time left: ``share``, or 1 for the last."""
+    """Search variants of one problem in order, and return the plans found, each with its variant. ``search`` gets a
+    variant, the share of the time left (``share``, or 1 for the last), and the earlier plans converted to it; it
+    returns None for no plan."""
     found: Found = []
     for problem in problems:
         starts = tuple(plan for _, one in found if (plan := transfer_plan(one, problem)))

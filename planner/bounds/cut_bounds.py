@@ -91,7 +91,7 @@ class CutBounds:
     def price(self, cut: int) -> float:
         """Record and return the bound that one cut proves by a maximum flow; infinite if no schedule fits.
 
-        It is -1, which proves nothing, with inverses, without costs, or if sums would overflow.
+        The bound is -1, which proves nothing, with inverses, without costs, or if sums would overflow.
         """
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
@@ -135,9 +135,9 @@ class CutBounds:
         return math.fsum(needed) / self.graph.base_cost - 1 if self.graph.base_cost else 0.0
 
     def solve(self, cuts: Sequence[int], effort: Effort, *, integer: bool) -> tuple[float, bool]:
-        """Solve the integer program of the cuts, or its relaxation, and record its bound. Return it, and
-        whether more time proves nothing more.
-        """
+        """Solve the integer program of the cuts or, unless ``integer``, its linear relaxation, and record the overhead
+        that it proves. Return this overhead (-infinite if none is proven), and whether more time would prove no
+        more."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
         rows = program.rows

@@ -137,10 +137,10 @@ class Growth:
         }
 
     def likely(self, resident: Mapping[int, int], tried: Collection[int], failed: int) -> list[int]:
-        """Return untried ops over the budget to try as cuts: the `FEW` most prominent, and one of
-        ``search.places``, which is first if ``failed`` is 0.
+        """Return untried ops over the budget to try as cuts: the `FEW` most prominent, and one of ``search.places``,
+        which is first if ``failed`` is 0.
 
-        If there is none of either, the op with the most resident bytes.
+        If there is none of either, return the op over the budget with the most resident bytes, if any.
         """
         over = [max(0, bytes_ - self.search.budget) for bytes_ in resident.values()]
         prominent = dict(zip(resident, prominence(over, over), strict=True)) if over else {}

@@ -46,9 +46,8 @@ class _Writer:
         self.runs: list[int] = []
 
     def write(self, left: set[int], order: Iterable[int]) -> None:
-        """Append the ops and inverses of ``left`` that ``order`` names, each after those that write what it
-        reads. Empties ``left``.
-        """
+        """Append the ops and inverses of ``left`` that ``order`` names, each after those that write what it reads. All
+        that are appended leave ``left``."""
         for v in order:
             stack = [v] if v in left else []
             while stack:

@@ -60,8 +60,8 @@ def step_back(
     states: States, interval: Interval, rate: float, limit: float, most_states: int, most: int
 ) -> tuple[States, int]:
     """Return the states just before a cut that cost less than ``limit``, from ``states`` before the next cut, and the
-    number of branches looked at. It is -1 if ``most`` of them or ``most_states`` did not suffice. ``rate``: the cost
-    of a lent byte."""
+    number of branches looked at. If ``most`` branches or ``most_states`` did not suffice, the number is -1 and the
+    states are incomplete. ``rate``: the cost of a lent byte."""
     kind, charge, loan, size, reads, together, must, room = interval
     words, depths = must.shape[1], size.size + 2
     found = States(

@@ -92,9 +92,8 @@ class TailSearch:
         return chosen, min((price[t] for t in chosen if price[t] < math.inf), default=NOTHING_LENT)
 
     def proves(self, overhead: float, most: int, effort: Effort | None = None) -> tuple[bool, int]:
-        """Return whether it is proven that each schedule has at least this overhead, and the branches looked at (at
-        most ``most``). It gives up when ``effort`` is spent.
-        """
+        """Return whether it is proven that each schedule has at least this overhead, and the branches looked at. If
+        ``most`` branches, `STATES` states or ``effort`` do not suffice, return (False, ``most``)."""
         rate, looked, again = self.rate, 0, overhead + 1 - self._once(self.order.needed)
         states = States(self._sets([self.graph.outputs]), np.zeros(1), np.zeros(1, np.int64))
         for i in reversed(range(len(self.cuts))):

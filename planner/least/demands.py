@@ -88,8 +88,8 @@ class Demands:
 def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> Demands:
     """Return a problem for the regression search, without inverses.
 
-    ``tiny``: small tensors are left out that together have this share of the largest working set;
-    ``smallest``: and all up to this size.
+    ``tiny``: the smallest tensors are left out whose bytes sum to at most this share of the largest working set.
+    ``smallest``: all tensors of at most so many bytes are left out, too.
     """
     ops, inputs, once = tuple(needed_ops(graph)), set(graph.inputs), set(graph.never_rerun)
     # An op that writes nothing must run all the same: it gets an output of no bytes, with the op's own name.

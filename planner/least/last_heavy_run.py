@@ -46,7 +46,7 @@ class LastHeavyRun:
 
     def bound(self, goal: Sequence[int], known: int, most: int) -> int:
         """Return a lower bound, at least ``known``, of the peak of a schedule, without inputs, in which all tensors
-        ``goal`` are resident at once. ``most``: maximum flows."""
+        ``goal`` are resident at once. ``most``: how many maximum flows may be computed."""
         until, threshold = self.flows + most, float("inf")
         ops = self._needed(goal)
         for work in sorted({self.work[v] for v in ops}, reverse=True):

@@ -65,9 +65,9 @@ NEAR_LEAST = NearLeastOptions()
 
 
 def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | None:
-    """Return a plan with a peak near the least and below ``known`` bytes, or None. The proven bound is
-    recorded for `min_peak_bound`.
-    """
+    """Return a plan with a peak near the least and below ``known`` bytes. None if none is found, the problem has more
+    than `NearLeastOptions.most_ops` ops, or too little effort is left. The proven bound is recorded for
+    `min_peak_bound`."""
     plain = without_inverses(graph)
     demands = demands_of(plain)
     if not 0 < len(demands.ops) <= NEAR_LEAST.most_ops:
@@ -127,9 +127,8 @@ def _improve(values: Values, bound: int) -> None:
 
 
 def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> list[int]:
-    """Return a sequence of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs; an empty one if
-    none is found.
-    """
+    """Return a sequence of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs and small
+    tensors; an empty one if none is found. `TooLong` if it would have more than `NearLeastOptions.longest` runs."""
     value, outputs = demands.tables.value, demands.large_of(demands.outputs)
     before = value.copy()
     of_backward = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)
@@ -153,8 +152,8 @@ def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -
 def _tidied(
     graph: TrainingGraph, plain: TrainingGraph, demands: Demands, runs: list[int], effort: Effort
 ) -> Plan | None:
-    """Return the plan of ``runs`` without needless ones; None if it is too long or its order is not allowed.
-    ``plain``: the problem without inverses."""
+    """Return the plan of ``runs`` without needless ones; None if there are no runs or too many, or their order is not
+    allowed. ``plain``: the problem without inverses."""
     names = [demands.ops[v].name for v in runs]
     annealer = Annealer(plain)
     once = set(graph.never_rerun)

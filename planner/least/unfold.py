@@ -105,7 +105,7 @@ class Unfolding:
 
     def _regress(self, v: int, frame: set[int]) -> None:
         """Put a run of op ``v`` before the others: its writes leave their frames, and new reads enter ``frame``. Then
-        run the riders of these that can run."""
+        run the riders of these that can run. `TooLong` if there are more than ``most`` runs."""
         for t in self.writes[v]:
             if t in self.frame_of:
                 self.frame_of.pop(t).discard(t)
@@ -190,9 +190,8 @@ class Unfolding:
         return min(extras, key=lambda t: (self.key[t], t))
 
     def _finish(self, frame: set[int], actions: Sequence[int]) -> None:
-        """Regress a frame to nothing: by ``actions`` until it is certified, then the latest op while it stays
-        so, else an elimination.
-        """
+        """Regress a frame to nothing: by ``actions`` until the frame is certified, then by its latest op as long as the
+        frame stays certified, else by an elimination."""
         at, certified = 0, False
         while frame:
             certified = certified or self._is_certified(frame, self.bytes)

@@ -67,7 +67,7 @@ class Values:
 
     def proven(self, known: int, limit: int) -> int:
         """Return a lower bound of the peak, without inputs, of any plan: ``known``, or what searches of ``limit``
-        states prove."""
+        states prove, if that is more. Lower values that these searches find are recorded."""
         bound = max(known, int(self.floor.max(initial=0)))
         for v in self.risen:
             if self.value[v] <= bound or self.effort.over:
