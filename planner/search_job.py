@@ -118,7 +118,8 @@ class SearchJob:
         return {"done": True, "seconds": time.monotonic() - self.began}
 
     def _searched(self, seconds: float, urgent: Callable[[], bool]) -> tuple[Plan | None, bool]:
-        """Run the strategy for ``seconds``. Return its plan or None, and whether ``urgent`` ended it early."""
+        """Run the strategy for ``seconds``. Return its plan, or None if it found none that fits, and whether ``urgent``
+        ended it early."""
         interrupted = False
 
         def report(_fraction: float, _text: str) -> None:
@@ -140,9 +141,8 @@ class SearchJob:
         return self.store.solved(self.problem, self.budget, self.gap, self.limit)
 
     def _take(self, plan: Plan) -> Iterator[Answer]:
-        """Record a plan. Yield a message of the best plan, with this plan's bound and status, if it is better
-        or has a bound.
-        """
+        """Record a plan. If it is cheaper than the best plan or has a bound, yield a message of the best plan, with the
+        bound and the status of this one."""
         self.found.append(plan)
         better = self.best is None or by_cost(plan) < by_cost(self.best) or plan.lower_bound is not None
         self.best = min((p for p in (plan, self.best) if p is not None), key=by_cost)

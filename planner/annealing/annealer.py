@@ -76,9 +76,9 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Return whether `load` can start from ``runs``: all ops that must run, in the required order, with
-        reads and outputs written.
-        """
+        """Return whether `load` can start from ``runs``: they have all ops that must run, first runs are in the
+        required order, and what is read and the outputs are written before. Names that `load` leaves out are
+        ignored."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
             first.setdefault(name, at)

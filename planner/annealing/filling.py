@@ -29,8 +29,9 @@ def plans_between(
     count: int,
     seed: int = 0,
 ) -> list[Plan]:
-    """Return plans at up to ``count`` even budgets, from the smallest peak of ``known`` plans to just below that of the
-    cheapest. Each is cheaper than all known plans within its budget; budgets without such a plan are left out.
+    """Return plans at up to ``count`` evenly spaced budgets, from the smallest peak of the ``known`` plans to just
+    below that of the cheapest. Each is cheaper than all known plans within its budget; budgets without such a plan are
+    left out.
 
     Ctrl-C, or an `Enough` that ``progress`` raises, ends the search; the plans found so far are returned. `ValueError`
     without known plans.

@@ -52,9 +52,8 @@ PLAIN_OVER, PLAIN_ANY, PLAIN_REMOVE, PLAIN_SHIFT = 0.32, 0.40, 0.62, 0.82  # the
 
 @inner
 def remove_one(P: Problem, S: State) -> bool:
-    """Remove a random run, and what only it read. Return False, without a change, if the run drawn cannot be
-    removed.
-    """
+    """Remove a random run, and the runs whose results only it read. Return False, without a change, if the run drawn
+    cannot be removed."""
     node = random_spare(P, S)
     if node < 0:
         return False
@@ -64,9 +63,8 @@ def remove_one(P: Problem, S: State) -> bool:
 
 @inner
 def shift_one(P: Problem, S: State) -> bool:
-    """Move a random run such that each run still reads from the same runs. Return False, without a change, if
-    that is impossible.
-    """
+    """Move a random run such that each run still reads from the same runs. Return False, without a change, if the run
+    drawn cannot be moved or would stay in its place."""
     node = random_node(S, 0)
     op, slot = S.op[node], S.links.slot[node]
     if op == P.cost.size - 1:

@@ -83,7 +83,7 @@ def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tu
 def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, int]:
     """Return about how much energy is saved if ``op`` runs again just before ``stop`` and its results, unused at
     ``slot``, are freed until then. Holding its inputs is not counted. Second result: the earlier run that wrote these
-    results, or -1 if nothing is freed."""
+    results; -1 if nothing is freed, as when a result is written between ``slot`` and ``stop`` or not before."""
     saved, server, unread = 0.0, -1, True
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
@@ -104,7 +104,8 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
     """Insert, directly before the run ``node``, each op that shares an input with ``op``, if freeing the op's earlier
-    results, unused at ``slot``, saves more energy than it costs. It ends when nodes, slots or log lines run short."""
+    results, unused at ``slot``, saves more energy than it costs. The loop ends early if nodes, slots or log lines run
+    short."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -138,8 +139,8 @@ def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
 
 @inner
 def removal(P: Problem, S: State, node: int) -> float:
-    """Return an estimate of the increase of the energy if the run ``node`` is removed; -inf if the estimate would rise,
-    but a run from which ``node`` reads may become useless."""
+    """Return an estimate of the increase of the energy if the run ``node`` is removed. It is -inf if holding the node's
+    results costs more than its run saves, and a run from which it reads may become useless."""
     op, slot, links = S.op[node], S.links.slot[node], S.links
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
@@ -163,9 +164,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random spare run, unless the energy would rise by more than ``allowed``. Return whether one
-    was removed.
-    """
+    """Remove a random spare run, unless the energy would rise by more than ``allowed``, as `removal` estimates. Return
+    whether one was removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False

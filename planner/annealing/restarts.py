@@ -116,9 +116,8 @@ class Search:
         return self.best
 
     def prepare(self, starts: Sequence[Sequence[str]]) -> None:
-        """Simulate and tidy the order without recomputation and ``starts``, and record the best plans. Starts
-        that `accepts` refuses are ignored.
-        """
+        """Make the annealer, simulate and tidy the order without recomputation and ``starts``, and record the best
+        plans. Starts that `Annealer.accepts` refuses are ignored."""
         self.annealer = Annealer(self.graph, self.seed, self.keep_order)
         self.base = [op.name for op in needed_ops(self.graph)]
         self.starts = [self.base]
@@ -178,8 +177,8 @@ class Search:
                         self._offer(runs_of(plan.schedule))
 
     def _rounds(self, effort: Effort) -> None:
-        """Anneal a dear best plan (`DEAR`), then run rounds until ``patience`` of them in a row improve nothing. They
-        end earlier if the overhead is `enough` or the effort is spent."""
+        """Anneal the best plan first if it is dear (`DEAR`), then run rounds until ``patience`` of them in a row
+        improve nothing. They end earlier if the overhead is `enough` or the effort is spent."""
         schedule = self.schedule
         shortest = effort.shortest_round(len(self.base), schedule.shortest)
         if self.best is not None and self.best.estimate.overhead > DEAR:

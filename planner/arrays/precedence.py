@@ -73,9 +73,8 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """Return, in order, the ops that every plan without inverses runs: those that an output, a random draw or
-    a side effect depends on.
-    """
+    """Return, in order, the ops that every plan without inverses runs: those that write an output, write nothing (side
+    effects) or are in ``graph.ordered`` (random draws), and all that these depend on."""
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
     kept: list[Op] = []
@@ -94,9 +93,8 @@ def without_inverses(graph: TrainingGraph) -> TrainingGraph:
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that every plan runs, even with inverses, random draws and side effects
-    included.
-    """
+    """Return the names of the ops that every plan runs, also with inverses: those without which an output cannot exist,
+    those that write nothing (side effects), and those in ``graph.ordered`` (random draws)."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

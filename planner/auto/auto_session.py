@@ -231,8 +231,9 @@ class AutoSession:
         return most if self.brief else max(MOST_STATES, most)
 
     def solved_exhaustively(self, most_states: int) -> bool:
-        """Solve a problem of very few ops by trying all schedules, and record the optimal plan and its bound. Return
-        whether that was done; not if order is kept, or for too many tensors or ``most_states``."""
+        """Solve a problem of very few ops by trying all schedules, and record the optimal plan and, if all ops write
+        something, its bound. Return whether that was done: not if the order is kept, or if there are too many tensors
+        or more than ``most_states`` states."""
         keep = self.options.keep_order
         exact = None if keep else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
@@ -248,8 +249,8 @@ class AutoSession:
         return True
 
     def search(self) -> None:
-        """Improve the known plans by annealing variants of the problem: without inverses, with inferred
-        phases, as stated.
+        """Improve the known plans by annealing variants of the problem, as far as there are any: without inverses, with
+        inferred phases, as stated.
 
         If the last annealing gives up early, wait for the search for a bound.
         """

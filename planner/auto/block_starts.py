@@ -52,10 +52,10 @@ LEANEST: FamilyStrategy = ApproxDP(objective="memory")
 def starting_plans(
     graph: TrainingGraph, budget: int, effort: Effort, report: Callable[[str], None]
 ) -> tuple[Plan, ...]:
-    """Return undominated plans to start from: of each block strategy, the cheapest that fits and the one with
-    the smallest peak.
+    """Return undominated plans to start from: of each block strategy, the cheapest that fits and the one with the
+    smallest peak.
 
-    Once one is found, further strategies begin only while ``effort`` is left.
+    Once a plan is found, further strategies begin only while ``effort`` is left.
     """
     blocks = VAST_BLOCKS if len(graph.ops) > VAST else BLOCKS
     found: list[Plan] = []

@@ -16,8 +16,8 @@ later."""
 
 
 class Proof:
-    """A context in which a thread searches for a lower bound of the overhead. Its exception is raised at the
-    end of the block.
+    """A context in which a thread searches for a lower bound of the overhead. The thread's exception is raised at the
+    end of the block, unless the block raises one.
 
     With counted moves the block begins after the search. The block must update ``overhead``.
     """

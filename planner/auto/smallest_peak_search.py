@@ -314,9 +314,8 @@ def _peak_of(search: Search) -> float:
 
 
 def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
-    """Lower the smallest peak of ``search`` by descents, until several gain nothing, it is within its budget
-    or ``enough``, or the effort is over.
-    """
+    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the peak is within the
+    budget of ``search`` or ``enough`` bytes, or the effort is over."""
     search.prepare(starts)
     stalls = 0
     while (

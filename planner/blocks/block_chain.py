@@ -122,8 +122,8 @@ def block_chain(graph: TrainingGraph, most: int) -> BlockChain:
 
 
 def narrow_places(chain: BlockChain, most: int) -> list[int]:
-    """Return at most ``most`` positions that divide a chain where few bytes are kept, into groups of about equal
-    bytes. The end is included. All positions are returned if there are no more blocks."""
+    """Return at most ``most`` positions that divide a chain where few bytes are kept, into groups of about equal bytes.
+    The end is included. If there are at most ``most`` blocks, all positions are returned."""
     if len(chain) <= most:
         return list(range(1, len(chain) + 1))
     passed = np.cumsum(chain.saved, dtype=np.float64)
@@ -272,7 +272,8 @@ def _peaks(
 
 
 def _own(ix: Indexed, stages: Groups, block: Mapping[int, int], saved: Iterable[int]) -> list[set[int]]:
-    """Return, for each block, its tensors in ``saved`` that its own stage or one that runs later reads last."""
+    """Return, for each block, those of its tensors in ``saved`` whose last reader is in the block's own stage, or in a
+    stage that runs later."""
     until = {t: k for k in reversed(range(len(stages))) for o in stages[k] for t in ix.reads[o]}
     own: list[set[int]] = [set() for _ in stages]
     for t in saved:

@@ -114,8 +114,8 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join groups of at most `SIDE` ops without predecessors with their earliest consumer, except the one with
-        the most descendants. Return whether any were joined."""
+        """Join each group that has no predecessors and at most `SIDE` ops with its earliest consumer, except the group
+        with the most descendants. Return whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         # The group with the most descendants.
@@ -128,8 +128,8 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join groups that no other group reads with their latest predecessor. Return whether any were joined. The
-        one with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads."""
+        """Join each group that no other group reads with its latest predecessor, except the group with the most
+        ancestors, and groups of more than `SIDE` ops that the backward half reads. Return whether any were joined."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         # The group with the most ancestors.

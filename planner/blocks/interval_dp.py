@@ -103,7 +103,8 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert a chain for the dynamic program, in units of ``most`` / ``room`` bytes, but at least one byte."""
+    """Convert a chain for the dynamic program with up to ``room`` units, of ``most`` / ``room`` bytes each, but of at
+    least one byte."""
     unit = max(1.0, most / room)
 
     def rounded(figures: NDArray[Any]) -> Ints:
@@ -245,9 +246,8 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 @kernel
 def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
-    """Return how the cheapest solution of blocks i .. j - 1 within m units begins: with a pass to block s >
-    i, or i for a save.
-    """
+    """Return how the cheapest solution of blocks i .. j - 1 within m units begins: s > i for a pass to block s, or i
+    for saving block i."""
     best, to = np.float32(np.inf), i
     if j == i + 1:
         return to

@@ -72,9 +72,8 @@ class LowerSetDP:
     """Whether recomputation of the last block counts, as in the paper. A schedule need not recompute it."""
 
     def least_budget(self) -> int:
-        """Return the least bytes that any chain of the family meets by the paper's peak formula, found by
-        bisection.
-        """
+        """Return the smallest budget (bytes) that some chain of the family meets by the paper's peak formula, found by
+        bisection."""
         low, high = 0, self.most_budget()
         while low < high:
             met, further = _asked(self.family, (low + high) // 2)
@@ -255,9 +254,8 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """Return the peak of a chain within ``budget`` and the least peak of a rejected step, both by the
-    formula; `NEVER` if there is none.
-    """
+    """Return two peaks by the formula, `NEVER` for none: of a chain that fits ``budget`` and caches few bytes, and the
+    least of all steps that were rejected."""
     # As in `_fill`, without time. Budgets between ``budget`` and the least rejected peak allow the same
     # chains.
     count = len(family.bytes)

@@ -25,8 +25,8 @@ def boundary(view: ForwardGraph, mask: int) -> int:
 
 
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
-    """Return all lower sets as bit masks, by rising number of nodes, from ∅ to all nodes; `LatticeTooLarge`, which
-    names ``strategy``, above ``limit``."""
+    """Return all lower sets as bit masks, by rising number of nodes, from ∅ to all nodes. If there are more than
+    ``limit``, raise `LatticeTooLarge`, which names ``strategy``."""
     after = [0] * len(view)
     for v, before in enumerate(view.before):
         for u in bits(before):

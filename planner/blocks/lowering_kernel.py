@@ -94,8 +94,9 @@ def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write to ``again`` the forward ops that must run again for ``op``: they write what it, or one of them, reads
-    and is not resident. Return their number. They are in no order; ``asked`` is scratch space."""
+    """Write to ``again`` the forward ops that must run again before ``op``: those that write a tensor that is not
+    resident and that ``op``, or another of them, reads. Return their number. They are in no order; ``asked`` is scratch
+    space."""
     found, at = 0, op
     done = 0
     while True:

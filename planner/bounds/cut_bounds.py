@@ -136,8 +136,8 @@ class CutBounds:
 
     def solve(self, cuts: Sequence[int], effort: Effort, *, integer: bool) -> tuple[float, bool]:
         """Solve the integer program of the cuts or, unless ``integer``, its linear relaxation, and record the overhead
-        that it proves. Return this overhead (-infinite if none is proven), and whether more time would prove no
-        more."""
+        that it proves. Return this overhead (infinite if no schedule fits, -infinite if nothing is proven), and whether
+        more time would prove no more."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
         rows = program.rows
@@ -186,9 +186,8 @@ class PeakBound:
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """Return a proven lower bound of the peak: inputs plus the outputs or the largest op that must run, or a
-    recorded bound.
-    """
+    """Return a proven lower bound of the peak, the largest of three: inputs plus outputs, inputs plus the largest
+    working set of an op that must run, and what `record_peak_bound` recorded."""
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)
     needed = precedence(graph).needed

@@ -44,7 +44,7 @@ Ints32 = NDArray[np.int32]
 
 
 def least_cut(tails: Ints32, heads: Ints32, capacity: Ints) -> int:
-    """Return the capacity of a minimum cut between node 0 and node 1 of a network.
+    """Return the capacity of a minimum cut between node 0 and node 1 of a network; 0 if the solver fails.
 
     ``tails``, ``heads``: the nodes of each arc.
     """

@@ -75,8 +75,7 @@ class TailSearch:
 
     def _small_outputs(self) -> tuple[list[str], float]:
         """Return the outputs that are not tracked but count as resident once they must have been made, and the least
-        cost of making a byte of them again.
-        """
+        cost of making a byte of them again; `NOTHING_LENT` if none can be made again."""
         price = {
             t: self.cost[self.maker[t]] / self.graph.size[t]
             for t in self.graph.outputs
@@ -119,9 +118,8 @@ class TailSearch:
         return False, looked
 
     def before(self, i: int, held: tuple[str, ...] = ()) -> float:
-        """Return a lower bound of what is run again before cut ``i``, as a share of the base cost. ``held``: tensors
-        that are resident just before it.
-        """
+        """Return a lower bound of the cost of what is run again before cut ``i``, as a share of the base cost.
+        ``held``: tensors that are resident just before the cut."""
         key, first = (i, held), self.first
         if first == self.cuts[i]:
             return 0.0

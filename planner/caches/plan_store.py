@@ -147,8 +147,8 @@ class PlanStore:
         return family.best_plan(problem, budget) if family else None
 
     def starts(self, problem: TrainingGraph, budget: int) -> tuple[Plan, ...]:
-        """Return starts from problems of this structure with other sizes: the `STARTS` cheapest that fit, and
-        the one nearest above.
+        """Return starts from problems of this structure with other sizes: the `STARTS` cheapest that fit ``budget``
+        bytes, and the one nearest above.
 
         Empty if no other sizes were planned.
         """

@@ -10,8 +10,8 @@ from rematplan.planner.core.schedule import runs_of, without_idle
 
 
 def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
-    """Convert a plan to one of ``graph``, with runs matched by name and new ops inserted; None if it is invalid or
-    breaks ``graph.ordered``."""
+    """Convert a plan to one of ``graph``, with runs matched by name and new ops inserted; None if the result is invalid
+    or breaks ``graph.ordered``."""
     known = [r for r in runs_of(plan.schedule) if r in graph.op]
     shared = set(known)
     runs = _with_new(graph, shared, known)

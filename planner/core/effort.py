@@ -29,8 +29,8 @@ def _goes_on() -> bool:
 class Effort:
     """The work that a search may do and has done: CPU seconds of its thread, or moves if ``moves`` is not 0.
 
-    If moves are counted and ``seconds`` is infinite, no clock is read, so the result is the same on each machine.
-    Otherwise the wall clock ends the search as `PATIENCE` says.
+    If moves are counted and ``seconds`` is infinite, no clock ends the search, so the result is the same on each
+    machine. Otherwise the wall clock ends it as `PATIENCE` says.
     """
 
     def __init__(

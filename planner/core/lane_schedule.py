@@ -106,8 +106,8 @@ def place(graph: TrainingGraph, runs: Sequence[str]) -> Placed:
 
 def placed(fork: int, recovery: Iterable[int], length: int) -> Placed:
     """Return ``length`` runs with those at ``recovery`` on the recovery lane, and the others from ``fork`` on on the
-    main lane. `ProblemError` unless ``fork`` is at most ``length`` and the positions ``recovery`` ascend between
-    both."""
+    main lane. `ProblemError` unless ``fork`` is from 0 to ``length``, and ``recovery`` ascends within the positions
+    from ``fork`` on."""
     chosen = tuple(recovery)
     after = set(range(fork, length))
     if not 0 <= fork <= length or not after.issuperset(chosen) or any(a >= b for a, b in pairwise(chosen)):
@@ -236,7 +236,7 @@ def later_draws(runs: Sequence[str], ordered: Iterable[str]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Laned:
-    """A plan on two lanes: its problem, the names of its runs in order, and where they are."""
+    """A plan on two lanes: its problem, the names of its runs in order, and the lane of each run."""
 
     graph: TrainingGraph
     runs: tuple[str, ...]
@@ -265,8 +265,7 @@ def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
 
 def lanes_from_json(data: Any) -> Lanes:
     """Convert plain JSON data to the division of a plan into two lanes (streams or threads), without checking that it
-    fits a schedule.
-    """
+    fits a schedule. `KeyError`, `TypeError` or `ValueError` if a field is missing or of another type."""
     return Lanes(
         fork=int(data["fork"]),
         recovery=tuple(map(int, data["recovery"])),

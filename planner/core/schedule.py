@@ -35,7 +35,7 @@ def runs_of(schedule: Iterable[Step]) -> list[str]:
 
 def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
     """Return the schedule of ``runs`` (names) that frees each tensor as soon as it is not read again before it is next
-    written. Outputs stay at the end. No other frees have a lower peak."""
+    written. Inputs are never freed, and outputs are resident at the end. No other frees have a lower peak."""
     inputs = set(graph.inputs)
     # One backward scan. A result that nothing reads is freed right after its run.
     wanted = set(graph.outputs)  # tensors whose next event, looking forward from here, is a read
@@ -52,8 +52,8 @@ def with_frees(graph: TrainingGraph, runs: Sequence[str]) -> Schedule:
 
 
 def without_idle(graph: TrainingGraph, runs: Sequence[str], stays: Sequence[bool]) -> list[str]:
-    """Return the runs without those whose results no output and no later kept run reads. A run also stays if its
-    entry in ``stays`` is True."""
+    """Return the names of ``runs`` in order, without those whose results are neither read by a later run that stays nor
+    outputs at the end. A run also stays if its entry in ``stays`` is True."""
     wanted, kept = set(graph.outputs), []
     for name, stay in zip(reversed(runs), reversed(stays), strict=True):
         recipe = graph.op[name]

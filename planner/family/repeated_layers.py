@@ -77,8 +77,8 @@ class RepeatedLayers:
         return [partial(self._at, middle=middle, more=more) for middle in range(more + 1)]
 
     def _at(self, name: str, middle: int, more: int) -> str:
-        """Return what ``name`` is called if copy number ``middle`` (0 to ``more``) takes the middle layer's place;
-        names outside of layers stay. `ProblemError` if it would be beyond the neighbouring layers."""
+        """Return the counterpart of ``name`` if copy ``middle`` (0 to ``more``) has the middle layer's place; names of
+        no layer stay. `ProblemError` if it would be beyond the neighbouring layers."""
         key, layer = self._place.get(name, (None, 0))
         if key is None:
             return name
@@ -115,8 +115,8 @@ class RepeatedLayers:
 
     @cached_property
     def _regions(self) -> tuple[tuple[int, int], ...]:
-        """For the forward and the backward of ``graph``: where the last of the three layers ends in this half, and
-        the ops of one. `ProblemError` if they are not equal."""
+        """For the forward and the backward of ``graph``: the position in this half after the last of the three layers,
+        and the number of ops of one layer. `ProblemError` if the layers are not equal."""
         halves = []
         for phase in ("forward", "backward"):
             few, many = (

@@ -110,8 +110,9 @@ def eliminate_all(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Eliminate tensors that are not frozen as long as that fits ``level``. Return the tensors left, their bytes, and
-    the actions written. ``size``: bytes of the first ``n`` of ``demanded``. ``made``: actions written before."""
+    """Eliminate tensors that are not frozen as long as that fits ``level``. Return the number of tensors left, their
+    bytes, and the number of actions written. ``size``: bytes of the first ``n`` of ``demanded``. ``made``: number of
+    actions written before."""
     while True:
         best, least = -1, NEVER
         for i in range(n):
@@ -250,10 +251,11 @@ def path_to(state: int, parent: Ints, first_action: Ints, actions: Ints) -> Ints
 def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
-    """Search backwards from ``start``. Return the level (`NEVER` if none is found), a proven bound, the tensors
-    looked at, the actions, and the set at their end. ``goal``: bytes to get below, or negative: certify the set.
-    ``frozen`` tensors stay demanded. It ends at a level of ``low`` or ``enough`` bytes, or after ``limit`` expanded
-    states. ``deepest``: of equal levels, whether the earliest state comes first instead of the smallest."""
+    """Search backwards from ``start``. Return the level (`NEVER` if none is found), a proven lower bound of it, the
+    number of tensors looked at, the actions, and the set at their end. ``goal``: bytes to get below, or negative:
+    certify the set. ``frozen`` tensors stay demanded. The search ends at a level of ``low`` or ``enough`` bytes, or
+    after ``limit`` expanded states. ``deepest``: of equal levels, whether the earliest state comes first instead of the
+    smallest."""
     n, size = start.size, 0
     room = n + T.size.size
     demanded, parent_set, order = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)

@@ -44,7 +44,8 @@ class Unfolding:
         self.riders = self._riders()
 
     def _prices(self) -> list[float]:
-        """Return the cost of computing each tensor from nothing, if no op ran twice; later the cost that it had."""
+        """Return, by tensor, the cost of computing it from nothing if no op ran twice. `_eliminate` later replaces it
+        by the costs met."""
         count = len(self.demands.ops)
         behind = np.eye(count, dtype=np.bool_)
         for v, row in enumerate(self.demands.reads):
@@ -89,7 +90,7 @@ class Unfolding:
         self.bytes += self.size[t]
 
     def _transition(self, v: int) -> tuple[int, int]:
-        """Return the bytes while op ``v`` runs and those before it."""
+        """Return the bytes resident while op ``v`` runs, and those demanded before it."""
         known, size = self.frame_of, self.size
         during, before = self.bytes + self.workspace[v], self.bytes
         for t in self.writes[v]:

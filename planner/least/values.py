@@ -49,9 +49,8 @@ class Values:
         self.free = np.zeros(len(self.demands.sizes), np.bool_)
 
     def run(self, limit: int, groups: int) -> None:
-        """Find the values of all tensors. ``limit``: of states for one op. ``groups``: for each search of a
-        descent that may follow.
-        """
+        """Find the values of all tensors. ``limit``: states to expand for one op. ``groups``: states to expand for each
+        group of a descent that may follow."""
         work, maker = self.demands.work, self.demands.tables.maker
         self.largest = int(work.max(initial=0))
         for v, reads in enumerate(self.demands.reads):
@@ -84,7 +83,7 @@ class Values:
 
     def improve(self, aim: int, limit: int, deepest: bool) -> None:
         """Search again for the ops whose value is above ``aim`` and above the values of what they read, until the
-        effort is spent. ``limit``: of states. ``deepest``: as in `search`."""
+        effort is spent. ``limit``: states to expand for one op. ``deepest``: as in `search`."""
         work = self.demands.work
         for v in np.flatnonzero(self.value > aim).tolist():
             if self.effort.over:

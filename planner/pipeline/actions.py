@@ -177,9 +177,8 @@ def _actions(row: Iterable[tuple[str, int, int]]) -> Iterator[Action]:
 
 
 def _steps(row: RankActions) -> tuple[Step, ...]:
-    """Return a rank's actions and the messages that it sends, in order. A message without a `SENDS` entry
-    follows the action that makes it.
-    """
+    """Return a rank's actions and the messages that it sends, in order. A message is sent at its `SENDS` entry, but not
+    before the action that makes it; without an entry, it follows this action."""
     stated = [*(a.messages for a in row), *(a.after for a in row[-1:])]
     behind = {
         (SENDS[kind], stage, microbatch): position - 1

@@ -139,7 +139,8 @@ class PipelineSearch:
 
     @cached_property
     def lean_cuts(self) -> Cuts:
-        """The cuts with the smallest largest peak of a rank that the function `lean_cuts` finds."""
+        """The cuts that the function `lean_cuts` finds for a small largest peak, with the smallest peak that a search
+        finds for each rank."""
 
         def estimate(start: int, end: int, stage: int) -> float:
             """Estimate a stage's bytes: those that exist during the whole step, its messages in flight, and its largest
@@ -284,8 +285,8 @@ class PipelineSearch:
         return RankSearch(problems, actions, budget, self.planner, Effort(seconds), starts, kept)
 
     def _pipeline(self, cuts: Cuts) -> PlannedPipeline:
-        """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the
-        other ranks. `InfeasibleBudget` if some do not fit."""
+        """Return the pipeline for these cuts, with the plans that the search has found, and new searches for the other
+        ranks. `InfeasibleBudget` if none are found that fit for some rank."""
         searched = enumerate(self._rank_plans(cuts, self._left))
         known = {rank: plan for rank, plan in searched if isinstance(plan, RankPlan)}
         share = max(SHORTEST, self.seconds / self.schedule.ranks)

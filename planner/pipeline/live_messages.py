@@ -72,8 +72,8 @@ def _receive_ahead(held: _Held, kind: str, stage: StagePlan, unread: int) -> Non
 
 
 def _change(held: _Held, entries: Iterable[Entry], stages: Mapping[int, StagePlan]) -> int:
-    """Receive and free messages as ``entries`` say, and return the largest number of bytes held before, between and
-    after these entries."""
+    """Add to ``held`` the messages that ``entries`` receive or keep, and remove those that they forget or free. Return
+    the largest number of bytes held before, between and after these entries."""
     most = held.total
     for kind, stage, microbatch in entries:
         if kind == "RECV_F":

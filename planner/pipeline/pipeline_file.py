@@ -149,9 +149,8 @@ def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
 
 
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
-    """Return the pipeline as JSON data. It includes peaks and the makespan for readers, which
-    `pipeline_from_json` does not read.
-    """
+    """Return the pipeline as JSON data. Peaks, the makespan and the bubble are included for people;
+    `pipeline_from_json` does not read them."""
     order, line = plan.schedule, plan.timeline
     return {
         "format": PIPELINE_FORMAT,

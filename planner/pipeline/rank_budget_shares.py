@@ -43,7 +43,7 @@ class RankBudgetShares:
 
     def stage_budget(self, at: int, budget: int, bounds: Sequence[Bounds], relaxed: bool = False) -> int:
         """Return the bytes, inputs included, that other micro-batches and stages leave to the plan of the rank's stage
-        number ``at`` if all keep within ``bounds``; negative if they leave none.
+        number ``at`` if all keep within ``bounds``. They may be negative.
 
         With ``relaxed``, return an upper bound: a larger peak exceeds the rank's budget if no stage keeps less than its
         ``bounds``.
@@ -71,7 +71,8 @@ class RankBudgetShares:
 
 def _idle(most: StagePlan, kept: int, deferred: int, freed: int, created: bool) -> StagePlan:
     """Return a stage's memory without its running action, if a micro-batch keeps ``kept`` and ``deferred`` bytes.
-    ``created``: count the most that it can hold, with ``freed`` bytes of sent outputs, else the least."""
+    ``created``: whether to count the most that the stage can hold, with ``freed`` bytes of sent outputs, or the
+    least."""
     held = replace(
         most.held,
         kept=kept,

@@ -172,8 +172,8 @@ class RankSearch:
         return RankPlan(figures, plans, self.known.peak(best), extra(best), floor)
 
     def brief_overhead(self) -> float:
-        """Return the overhead of the cheapest plans that a brief search finds, a share of the stages' time;
-        InfeasibleBudget states the smallest peak that it found."""
+        """Return the overhead of the cheapest plans that a brief search finds, a share of the stages' time. If none
+        fit, InfeasibleBudget states the smallest peak found."""
         best = self.known.within(self.budget)
         if best is None:
             self._search()
@@ -357,9 +357,8 @@ class RankSearch:
         return self.stages[at].graph.input_bytes + kept + whole.transients.backward - whole.held.kept
 
     def _try(self, share: float) -> None:
-        """Plan each stage with the limits of a share (`RankBudgetShares.bounds`). The plans found become
-        candidates.
-        """
+        """Plan the stages with the limits of a share (`RankBudgetShares.bounds`), except those that can save little
+        (`_gains`) or have too few bytes. The plans found become candidates."""
         bounds = self.rank.bounds(share)
         for at, stage in enumerate(self.stages):
             room = self.rank.stage_budget(at, self.budget, bounds)
@@ -393,9 +392,9 @@ class RankSearch:
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps between the
-        shares ``low`` and ``high`` (as in `RankBudgetShares.bounds`; 1: no limit); infinite if no plan fits.
-        """
+        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if the stage keeps
+        between the shares ``low`` and ``high`` (as in `RankBudgetShares.bounds`; 1: no limit); infinite if no plan
+        fits."""
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):
@@ -418,8 +417,8 @@ class RankSearch:
 def plans_of_ranks(
     search: Callable[[int, int], RankSearch], ranks: Iterable[int], budget: int
 ) -> dict[int, RankPlan]:
-    """Return the cheapest plans found for each rank of a pipeline, by the rank's number. If some do not fit
-    ``budget``, `InfeasibleBudget` states the smallest budget found that is enough for all. ``search``: makes the
+    """Return the cheapest plans found for each rank of a pipeline, by the rank's number. If a rank's plans do not fit
+    ``budget``, `InfeasibleBudget` states the smallest budget found that is enough for all ranks. ``search``: makes the
     search of a rank for a budget in bytes."""
     found: dict[int, RankPlan] = {}
     refused, enough = None, budget

@@ -153,9 +153,8 @@ class StageChain:
         return (0.0, *accumulate(sums))
 
     def _crossing(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[int, ...]:
-        """Return, for a cut before each block and at the chain's end, the bytes of the tensors whose ``span``
-        of blocks it divides.
-        """
+        """Return, for a cut before each block and at the chain's end, the bytes of the tensors that cross it. ``span``:
+        the first and the last block between which a tensor crosses every cut."""
         ix = indexed(self.graph)
         change = [0] * (self.blocks + 2)
         for passage in self.passages:
@@ -174,12 +173,12 @@ def stage_chain(
 ) -> StageChain:
     """Divide a training step into a chain of blocks, to be cut into the stages of a pipeline.
 
-    ``blocks``: the forward ops of each, or their number. ``gradient_of``: by name of a gradient, the parameter's name.
-    ``labels``: names for people. ``homes``: by backward op, the block where it should be.
+    ``blocks``: the forward ops of each block, or the number of blocks. ``gradient_of``: by name of a gradient, the
+    parameter's name. ``labels``: by name of a parameter, its name in messages to the user. ``homes``: by backward op,
+    the block where it should be.
 
-    Raises:
-        ProblemError: the problem lacks a forward or a backward.
-        UsageError: a forward op reads what a later block computes.
+    Raises ProblemError if the problem lacks a forward or a backward, and UsageError if a forward op reads what a later
+    block computes.
     """
     ix = indexed(graph)
     if not any(ix.forward) or all(ix.forward):
@@ -285,8 +284,8 @@ class _Assignment:
                 yield t, (at[0], at[0])
 
     def _can_be_in(self, o: int, block: int) -> bool:
-        """Return whether everything that the backward op ``o`` reads can be in a block, and its results are needed
-        in no later one."""
+        """Return whether all that the backward op ``o`` reads is available in ``block``, and its results are not needed
+        in a later block."""
         ix = self.ix
         spans = (self.span[t] for t in ix.reads[o] if t in self.span)
         return (

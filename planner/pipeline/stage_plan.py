@@ -72,9 +72,8 @@ class TransientBytes:
         return max(self.forward, self.backward, self.weight)
 
     def during(self, kind: Kind, parts: Set[str], early: int) -> int:
-        """Return the transient of an action. ``parts``: those (I, W) that it does first in a step. ``early``: new
-        gradients of its I.
-        """
+        """Return the transient of an action. ``parts``: the parts of the backward (I, W) that this action is the first
+        in the step to do. ``early``: new gradients of its I."""
         first_backward = self.first_backward if "I" in parts else None
         first_weight = self.first_weight if "W" in parts else None
         backward = self.backward if first_backward is None else first_backward

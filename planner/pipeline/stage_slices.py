@@ -302,8 +302,8 @@ class _Builder:
         return () if any(not self.ix.forward[p] for p in own) else (BOUNDARY,)
 
     def _once(self) -> list[str]:
-        """Return the names of the ops that may run only once: those that make what leaves the stage, messages,
-        boundaries, I of a split backward."""
+        """Return the names of the ops that may run only once: those that make what leaves the stage, those for
+        messages, the boundaries and, in a split backward, the ops of I."""
         leaving = set(self._results() if self.recovers else self._leaving())
         # In a stage without a backward these are all forward ops.
         makers = [
