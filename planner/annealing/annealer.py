@@ -275,7 +275,8 @@ def _fill(P: Problem, S: State, sequence: Ints) -> None:
 
 @kernel
 def _count(P: Problem, S: State) -> None:
-    """Compute ``S.mem``: a tensor is live from a run that writes it to its last read before the next such run."""
+    """Compute ``S.mem``, the live bytes at each slot: a tensor is live from a run that writes it to its last read
+    before it is written again."""
     n = S.at.size
     change = np.zeros(n + 1)
     for s in range(n):

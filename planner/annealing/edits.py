@@ -199,9 +199,8 @@ def remove(P: Problem, S: State, node: int) -> None:
 
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
-    """Move the run ``node`` to just before the run ``right``. It must not pass a run from which it reads, or
-    its reader.
-    """
+    """Move the run ``node`` to just before the run ``right``. There, each run must still read from the same runs, and
+    runs of one op keep their order (`window`)."""
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0

@@ -48,10 +48,10 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that an output, a needed op (``base``) or another useful inverse needs, without
-    writes that they read.
+    """Return the inverses that an output, a needed op (``base``) or another useful inverse needs, without those of
+    their writes that they also read. Inverses that write inputs are left out.
 
-    With ``keep_order``, they read inputs and results of ``base`` alone.
+    With ``keep_order``, so are inverses that read anything other than inputs and results of ``base``.
     """
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}

@@ -151,9 +151,8 @@ class AutoSession:
 
     @property
     def for_block_plans(self) -> Effort:
-        """What block strategies may spend: a share from the search's beginning, or from now if no plan fits;
-        no limit with counted moves.
-        """
+        """What block strategies may spend: `TimeShares.blocks` of the whole effort, at least ``blocks_least`` seconds,
+        less what is spent already if a plan fits; no limit with counted moves."""
         if self.options.moves:
             return Effort()
         spent = self.effort.spent() if self.best else 0.0
@@ -162,8 +161,8 @@ class AutoSession:
 
     def gather(self) -> None:
         """Collect plans to anneal from: of a minimum cut; if none fits, of `nested_dp`, eviction and the smallest
-        peak's search; at last of block strategies. It ends early if `finished`, if ``brief``, or if the problem is
-        vast and the cut's plan near the bound."""
+        peak's search; at last of block strategies. With ``brief``, only a cut and eviction are tried. It ends early if
+        `finished`, or if the problem is vast and the cut's plan near the bound."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -206,9 +205,8 @@ class AutoSession:
         self.interrupted = interrupted is not None
 
     def take_cut_plan(self) -> bool:
-        """Add the plan of a minimum cut at the loss, if it fits. Return whether it is within
-        `TimeShares.near` of the bound.
-        """
+        """Add the plan of a minimum cut at the loss, if one is found that fits. Return whether there is one whose
+        overhead is within `TimeShares.near` of the bound."""
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
             bound = BoundSearch(graph, self.budget)
@@ -276,8 +274,9 @@ class AutoSession:
         )
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
-        """Anneal from the known plans, for ``amount`` of the effort, and take the best found. Return whether it gave
-        up early; Ctrl-C sets ``interrupted``. ``alone``: without a second thread."""
+        """Anneal from the known plans, for ``amount`` of the effort, and take the best found. Return whether the search
+        gave up early. An interrupt sets ``interrupted``, or is raised again if no plan fits. ``alone``: without a
+        second thread."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:

@@ -173,7 +173,8 @@ def begin(T: EvictionArrays, S: EvictionState, op: int, depth: int) -> None:
 
 @inner
 def execute(T: EvictionArrays, P: Policy, S: EvictionState, op: int, now: int) -> bool:
-    """Run an op whose reads are resident, after making room for it; return False if that is not possible."""
+    """Run an op whose reads are resident, after making room for it. Return False if there is not enough room, the op
+    may not run again, or there are too many runs."""
     if S.tally[RAN] >= len(S.runs) or S.spent[op]:
         return False
     S.spent[op] = T.once[op]
@@ -286,7 +287,8 @@ def returns(T: EvictionArrays, S: EvictionState, tensor: int, now: int) -> bool:
 
 @inner
 def score(T: EvictionArrays, P: Policy, S: EvictionState, tensor: int, now: int) -> float:
-    """Return the logarithm of a tensor's score. Tensors with larger scores are evicted first."""
+    """Return the logarithm of a tensor's score by the policy ``P``; infinite if the tensor `returns`. Tensors with
+    larger scores are evicted first."""
     if returns(T, S, tensor, now):
         return math.inf
     use = next_use(T, S, tensor, now)

@@ -54,11 +54,10 @@ class RefusalSearch:
         return self.effort.like(SHARES.smallest_peak) if self.small else self.effort.part(most)
 
     def lower(self, proven: bool) -> None:
-        """Search for the smallest peak after no plan was found that fits, and add the plans found to the
-        known ones.
+        """Search for the smallest peak after no plan was found that fits, and add the plans found to the known ones.
 
-        ``proven``: that none fits. Then large problems get half of the time limit, in longer and longer
-        rounds.
+        ``proven``: whether it is proven that none fits. If not, the effort left is spent. If so, small problems spend
+        as much as for ``min``, and large ones half of the time limit, in longer and longer rounds.
         """
         if self.small or not proven:
             self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))

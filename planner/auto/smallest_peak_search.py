@@ -251,9 +251,8 @@ class _Lowering:
         self._take(searches)
 
     def _leap(self, report: Report) -> None:
-        """Search within budgets clearly below the smallest peak so far, until no plan is found or the effort
-        is spent.
-        """
+        """Search within budgets clearly below the smallest peak so far, until no search lowers it, it is small enough,
+        or the effort is spent."""
         gained = True
         while gained and not self._ended and not self.effort.over:
             peak, gained = self.least.estimate.peak, False

@@ -49,7 +49,8 @@ def _best_of_chen(graph: TrainingGraph, budget: int, effort: Effort) -> Plan | N
 
 
 def _chen_plans(graph: TrainingGraph) -> Iterator[Plan]:
-    """Yield a plan for each division into blocks by `STRATEGIES`, lowered without compiled loops."""
+    """Yield the plans, a full and a lean one (`partition_of`), of each division into blocks by `STRATEGIES`, lowered
+    without compiled loops."""
     bare = without_inverses(graph)
     view = forward_graph(bare)
     seen = set()

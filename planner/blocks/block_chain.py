@@ -216,9 +216,10 @@ def _costs(ix: Indexed, blocks: Groups) -> Costs:
 
 
 def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """Return, by position of each backward op, the first stage in which all forward tensors that it reads are
-    resident. An op that reads none, and writes more bytes than it reads, is in the stage of its first dependent.
-    ``block``: by forward op. ``last``: by tensor that counts, the last block that reads it."""
+    """Return, by position of each backward op, the first stage in which the tensors of ``last`` that it reads are
+    resident and the backward ops that it follows have run. An op that reads none of these tensors, and writes more
+    bytes than it reads, is in the stage of its first dependent. ``block``: by forward op. ``last``: by forward tensor
+    that counts, the last block that reads it."""
     stage: dict[int, int] = {}
     for o in ix.backward:
         waits = [blocks - 1, *(stage[p] for p in ix.backward_before[o])]

@@ -216,8 +216,8 @@ def _pass_cost(u: Units, i: int, s: int) -> float:
 
 @kernel
 def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> Ints:
-    """Return the cheapest steps for ``room`` units, by finding again the choice that `_fill` made for each interval;
-    empty if there are more than ``most``."""
+    """Return the cheapest steps for ``room`` units, as `Table.steps` says, by finding again the choice that `_fill`
+    made for each interval; empty if there are more than ``most``."""
     steps = np.empty(most, dtype=np.int64)
     done = 0
     todo = [(0, len(u.cost) - 1, room)]  # intervals to solve, the next one last; (k, k, 0) is stage k

@@ -125,9 +125,9 @@ class LowerSetTable:
 def prepare(
     view: ForwardGraph, masks: Sequence[int], ticks: int, charge_last: bool, gradients: bool = True
 ) -> LowerSetDP:
-    """Prepare the dynamic program of Kusumoto et al. 2019 for the lower sets ``masks``, by rising number of nodes.
-    ``ticks``: the most ticks of the whole cost. ``charge_last``: as in `LowerSetDP`. ``gradients``: whether the peak
-    formula charges gradients, too."""
+    """Prepare the dynamic program of Kusumoto et al. 2019 for the lower sets ``masks``, from ∅ to all nodes by rising
+    number of nodes. ``ticks``: the most ticks of the whole cost. ``charge_last``: as in `LowerSetDP`. ``gradients``:
+    whether the peak formula charges gradients, too."""
     fine, sizes = _fine_costs(view), _short_sizes(view)
     total = sum(fine)
     unit = max(1, -(-total // ticks))
@@ -199,9 +199,8 @@ def _weigh(chosen: NDArray[Any], weight: Sequence[int]) -> Ints:
 
 
 def _boundaries(view: ForwardGraph, member: Flags) -> Flags:
-    """Return whether a node is in a set and a node outside of the set reads it. ``member`` and the result
-    have shape (nodes, sets).
-    """
+    """Return, for each node and set, whether the node is in the set and a node outside of the set reads it. ``member``
+    and the result have shape (nodes, sets)."""
     edges = np.zeros_like(member)
     for v, succs in enumerate(view.succs):
         for w in bits(succs):

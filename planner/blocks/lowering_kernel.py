@@ -10,8 +10,9 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
-    """Return the positions of the ops that run, in order, recomputations included. ``block``: by forward op, its
-    number below ``blocks``. ``kept``: by tensor, whether it stays resident for the backward half."""
+    """Return the positions of the ops that run, in order, recomputations included. ``block``: by forward op, the number
+    of its block. ``blocks``: how many there are. ``kept``: by tensor, whether it stays resident for the backward
+    half."""
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
     for o in range(ops):

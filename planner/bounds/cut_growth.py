@@ -54,10 +54,11 @@ class Growth:
         }
 
     def run(self) -> None:
-        """Compute the bounds of single cuts, then add cuts to the best one. The bounds are recorded in
-        ``search``.
+        """Compute the bounds of single cuts, then search back in time and add cuts to the best one. The bounds are
+        recorded in ``search``.
 
-        No cuts are added without costs, or if ``search.vast`` holds and there are no inverses.
+        Without costs, or if ``search.vast`` holds and there are no inverses, only single cuts are tried. With inverses
+        there is no search back in time.
         """
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
@@ -80,9 +81,8 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts among ops ``among`` to ``cuts``, while the bound rises. Return the sets whose programs
-        were not solved to the end.
-        """
+        """Add cuts among ops ``among`` to ``cuts``: those that raise the bound and, after `SIBLINGS` that did not, one
+        of these. Return the sets whose programs were not solved to the end."""
         if self.over():
             return []
         proven, solved = self.solve(cuts)
@@ -125,9 +125,8 @@ class Growth:
         return unsolved
 
     def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return the bytes at the first run of ops of ``among`` that must run, and must precede or follow
-        each of ``cuts``.
-        """
+        """Return, by position, the bytes resident at the first run of those ops of ``among`` that must run, and must
+        precede or follow each of ``cuts``; ops whose bytes are unknown are absent."""
         # In the last integer solution's order; before there is one, in that without recomputation, for
         # `places` alone.
         return {
@@ -172,8 +171,8 @@ class Growth:
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program of ``cuts``. Return the overhead that it proves, and whether more time
-        would prove nothing more.
+        """Solve the integer program of ``cuts``. Return the overhead that it proves (-inf if nothing), and whether more
+        time would prove nothing more. Its solution determines what `resident` returns.
 
         If ``search.vast`` holds, return (-inf, True).
         """

@@ -58,9 +58,8 @@ def cut_start(
 
 
 def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
-    """Return the positions of the runs that free the results of the ops ``again`` after the forward and
-    recompute them when needed.
-    """
+    """Return the positions of the runs that free the results of the ops ``again`` after the forward and recompute them
+    when needed. Results that the op ``cut`` reads, or that may be computed only once, stay."""
     traffic = traffic_of(graph)
     kept = np.ones(len(graph.tensors), dtype=np.bool_)
     for o in again:

@@ -183,8 +183,8 @@ class CutNetwork:
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 
     def _cut(self, capacity: Floats, uncut: float, scale: float) -> Minimum | None:
-        """Return the minimum cut, or None if sums of capacities would overflow. ``uncut``: the capacity of arcs that
-        no cut has. ``scale``: capacity per unit of cost."""
+        """Return the minimum cut; None if sums of capacities would overflow or the solver fails. ``uncut``: the
+        capacity of arcs that no cut has. ``scale``: capacity per unit of cost."""
         if uncut * max(1, len(capacity)) > LARGEST:
             return None
         whole = np.where(self.bytes < 0, uncut, np.minimum(capacity, uncut)).astype(np.int64)

@@ -160,7 +160,8 @@ class CutProgram:
                 self._support(loop, i, y)
 
     def _suffix(self, v: int, i: int, after: int) -> int:
-        """Return the variable y[v,i], or its known value. ``after``: y[v,i+1]."""
+        """Return the variable y[v,i], created with its rows, or `ZERO` or `ONE` if its value is known. ``after``:
+        y[v,i+1]."""
         runs = [self.x[v, j] for j in range(i, self.last + 1)]
         if ONE in runs or (self.earliest[v] >= i and self.order.needed >> v & 1):
             return ONE

@@ -123,9 +123,8 @@ def _highest(word: np.uint64) -> int:
 
 @inner
 def _add(found: States, table: Ints, count: int, held: Words, cost: float, lent: int) -> int:
-    """Add a state to ``count`` others, or lower the cost of the same set with as many lent bytes. Return the number of
-    added states. ``table``: of positions, by hash.
-    """
+    """Add a state to the first ``count`` states of ``found``, or lower the cost of the same set with as many lent
+    bytes. Return the number of added states, 0 or 1. ``table``: of positions in ``found``, by hash."""
     key = np.uint64(lent)
     for k in range(held.size):
         key = (key ^ held[k]) * FACTOR

@@ -163,9 +163,9 @@ class PlanStore:
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
-        """Return the cheapest plan on disk within ``budget`` bytes; None if there is none or a search may find a
-        better one. No search is needed if its overhead is within ``gap`` of a proven bound, or this budget was
-        searched for ``seconds`` before."""
+        """Return the cheapest plan on disk within ``budget`` bytes; None if there is none or a search may find a better
+        one. No search is needed if the plan's overhead is within ``gap`` of a proven bound, or exactly this budget was
+        searched for at least ``seconds`` before."""
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:

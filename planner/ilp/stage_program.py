@@ -108,9 +108,8 @@ class StageProgram:
         return tuple(sorted(found))
 
     def _make_residency(self) -> None:
-        """Create the variables «tensor t is resident when stage k begins» (``entering[t][k]``) for stages
-        that use or write t.
-        """
+        """Create the variables «tensor t is resident when stage k begins» (``entering[t][k]``) for stages that use or
+        write t. They are `ONE` for small tensors and for outputs at the end."""
         events: dict[str, set[int]] = {t: set() for t in self.producer}
         for k, again in enumerate(self.again):
             for t in self.reads[k]:

@@ -60,8 +60,8 @@ class LastHeavyRun:
         return known
 
     def _with(self, goal: Sequence[int], heavy: list[int], known: int, work: int, until: int) -> int:
-        """Return the bound for ops ``heavy`` of at least ``work`` bytes; 0 if it is not above ``known``, or ``flows``
-        reaches ``until`` first."""
+        """Return the bound that the ops ``heavy``, each of at least ``work`` bytes, prove for ``goal``; 0 if it is not
+        above ``known``, or ``flows`` reaches ``until`` first."""
         if self._cut(goal, heavy, ()) + work <= known:
             return 0
         least = None

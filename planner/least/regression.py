@@ -63,8 +63,8 @@ def transition(T: Tables, op: int, size: int, marks: Ints) -> tuple[int, int]:
 
 @inner
 def regress_op(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> int:
-    """Replace what ``op`` writes by what it reads, among the first ``n`` tensors of ``demanded``. Return the new
-    number of tensors."""
+    """Replace what ``op`` writes by what it reads, among the first ``n`` tensors of ``demanded`` and in ``marks``, in
+    place. Return the new number of tensors."""
     for k in range(T.writes_at[op], T.writes_at[op + 1]):
         if marks[T.writes[k]]:
             marks[T.writes[k]] = 2
@@ -87,7 +87,7 @@ def regress_op(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> int:
 
 @inner
 def is_closed(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> bool:
-    """Return whether no demanded tensor is computed from a demanded one that ``op`` writes."""
+    """Return whether no demanded tensor of another op is computed from a demanded one that ``op`` writes."""
     for k in range(T.writes_at[op], T.writes_at[op + 1]):
         t = T.writes[k]
         if marks[t]:

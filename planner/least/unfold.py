@@ -55,9 +55,8 @@ class Unfolding:
         return [float(total[v]) for v in self.maker]
 
     def _riders(self) -> dict[int, list[int]]:
-        """Return, by large tensor, its readers that write only small outputs or gradients. They run when all
-        they read is resident.
-        """
+        """Return, by large tensor, its readers that write only small tensors, some of them outputs or gradients. They
+        run when all they read is resident."""
         riders: dict[int, list[int]] = {}
         outputs = set(self.demands.outputs)
         for v, op in enumerate(self.demands.ops):

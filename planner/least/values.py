@@ -96,8 +96,8 @@ class Values:
                 self._set(v, max(level, int(work[v])), actions)
 
     def _solve(self, v: int, low: int, limit: int, groups: int, deepest: bool) -> tuple[int, int, Ints]:
-        """Return a level for the reads of op ``v``, a proven bound of it (at least ``low``), and the actions.
-        ``limit``, ``groups``: as in `run`. ``deepest``: as in `search`."""
+        """Return a level for the reads of op ``v`` (`NEVER` if none is found), a proven lower bound of it (at least
+        ``low``), and the actions. ``limit``, ``groups``: as in `run`. ``deepest``: as in `search`."""
         reads = self.demands.large_of(self.demands.reads[v])
         enough = max([low, *self._read_values(v)])
         start = np.array(reads, np.int64)

@@ -42,7 +42,8 @@ class Reversible(FamilyStrategy):
 
     def family(self, graph: TrainingGraph, progress: Progress = silent) -> Iterable[Plan]:
         """Yield candidate plans: one that recovers nothing, then ``shares`` plans that recover more and more of the
-        recoverable tensors, in the order in which they are written, up to all of them.
+        recoverable tensors, in the order in which they are written, up to all of them. If no tensor can be recovered,
+        the first is the only one.
 
         If the stated phases contradict the graph, this is done for the inferred and for the stated phases
         (`phase_views`).
