@@ -58,9 +58,9 @@ def lower_by_eviction(
     seed: int = 0,
     keep_order: bool = False,
 ) -> Plan:
-    """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller. Targets
-    are between ``floor`` bytes and the smallest peak so far, nearer to it after failures. ``first``: the share of
-    this distance to begin with. ``enough``: bytes at which it ends."""
+    """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller. Targets are
+    between ``floor`` bytes and the smallest peak so far, nearer to this peak after failures. ``first``: the share of
+    this distance to begin with. ``enough``: bytes at which the search ends."""
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
     while best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and not effort.over:
@@ -93,9 +93,8 @@ def plan_by_eviction(
     keep_order: bool = False,
     compiled: bool = True,
 ) -> Plan | None:
-    """Simulate eviction ``tries`` times, each time with a random eviction policy. Return the cheapest plan found within
-    ``budget`` bytes, or None if there is none. ``compiled``: as for `Simulation`.
-    """
+    """Simulate eviction ``tries`` times, fewer if ``effort`` is spent, each time with a random policy. Return the
+    cheapest plan found within ``budget`` bytes; None if there is none. ``compiled``: as for `Simulation`."""
     source = random.Random(seed)
     best: Plan | None = None
     for _ in range(tries):
@@ -114,10 +113,11 @@ def plan_by_eviction(
 def fitted(
     graph: TrainingGraph, budget: int, policy: Policy, keep_order: bool
 ) -> tuple[EvictionTables, Policy]:
-    """Return the tables for a policy, and the policy. With deferred outputs, there are as many passes as fit needs.
+    """Return the tables for a policy, and the policy. They have one pass if the policy defers no outputs,
+    ``keep_order`` is set, or ``budget`` is above `SCARCE` times what one pass needs.
 
-    With one more pass, and `SCARCE` memory, outputs are deferred even if all would fit. Where the backward's results
-    cannot all stay, they may be evicted in any case.
+    Else they have the fewest passes that fit, or one more if ``policy.passes`` is 2, but at most those known. If the
+    backward's results cannot all stay in them, the returned policy evicts these results, too.
     """
     plain, passes = tables_of(graph), 1
     fewest = next((k for k, peak in enumerate(plain.peaks) if peak <= budget), len(plain.peaks) - 1)
