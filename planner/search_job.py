@@ -86,8 +86,8 @@ class SearchJob:
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
         """Yield messages of better plans and of plans with a bound: of the one on disk if good enough, else of ever
-        longer rounds until the time limit or a good enough plan. Between rounds, messages are empty. If ``urgent``
-        returns True, a round ends early and is repeated."""
+        longer rounds. They end with the time limit or a good enough plan. Between rounds, messages are empty. If
+        ``urgent`` returns True, a round ends early and is repeated."""
         # A plan on disk that is good enough is the answer.
         known = self._solved()
         if known is not None:

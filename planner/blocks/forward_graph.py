@@ -128,8 +128,8 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join each group that no other group reads with its latest predecessor, except the group with the most
-        ancestors, and groups of more than `SIDE` ops that the backward half reads. Return whether any were joined."""
+        """Join each group that no other group reads with its latest predecessor, and return whether any were joined.
+        The group with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         # The group with the most ancestors.
@@ -144,8 +144,8 @@ class _Groups:
         return merged
 
     def merge_pass_throughs(self) -> bool:
-        """Join each group that has one consumer alone with this consumer, if the consumer reads no other group, and
-        both together pass no more bytes to others than the group did. Return whether any were joined."""
+        """Join each group that has one consumer alone with this consumer, and return whether any were joined. The
+        consumer must read no other group, and both together pass no more bytes to others than the group did."""
         merged = False
         for g in sorted(self.members):
             if len(self.succs[g]) != 1:

@@ -77,8 +77,8 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress of the recovery lane (as in `rows`), the smallest and the largest progress of the main
-    lane at that time, if runs follow the plan's sequence."""
+    """Yield, for each progress of the recovery lane (as in `rows`), the main lane's smallest and largest progress at
+    that time, if runs follow the plan's sequence."""
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
         yield 2 * here, 2 * there
@@ -100,8 +100,8 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits with which each tensor is written before it is read and, at any relative speed of the
-    lanes, at most ``budget`` bytes are resident from the fork on.
+    """Return the fewest waits with which each tensor is written before it is read and, at any relative speed, at most
+    ``budget`` bytes are resident from the fork on.
 
     None if more are resident even while runs follow the plan's sequence.
     """

@@ -35,8 +35,8 @@ def useful(runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Int
 
 @kernel
 def places(runs: Ints, row_at: Ints, row: Ints, tensors: int) -> tuple[Ints, Ints]:
-    """Return, for each tensor, the positions in ``runs`` of the runs that have it in their row of ``row_at``, ``row``
-    (what each op reads, or writes), as compressed sparse rows."""
+    """Return, for each tensor, the positions in ``runs`` of the runs whose op has it in ``row``, as compressed sparse
+    rows. ``row_at``, ``row``: by op, what it reads, or what it writes."""
     at = np.zeros(tensors + 1, np.int64)
     for op in runs:
         for k in range(row_at[op], row_at[op + 1]):

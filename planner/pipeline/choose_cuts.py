@@ -233,8 +233,8 @@ class PipelineSearch:
         return replay(self.schedule, messages, self.terms.link, self.terms.overhead).makespan
 
     def _time(self, start: int, end: int, stage: int) -> float:
-        """Return the microseconds per micro-batch of stage ``stage`` with the blocks ``start`` to ``end`` − 1: those of
-        its plan if the stage is planned and its rank's only one, else a lower bound.
+        """Return the microseconds per micro-batch of a stage with the blocks ``start`` to ``end`` − 1. They are those
+        of its plan if it is planned and its rank's only stage, else a lower bound.
 
         Infinite if a search found no plan that fits, or the bound shows that none exists.
         """

@@ -392,9 +392,9 @@ class RankSearch:
         return math.fsum(min(floors) for floors in by_stage)
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
-        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if the stage keeps
-        between the shares ``low`` and ``high`` (as in `RankBudgetShares.bounds`; 1: no limit); infinite if no plan
-        fits."""
+        """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps between the
+        shares ``low`` and ``high``; infinite if no plan fits. Shares are as in `RankBudgetShares.bounds`; 1: no
+        limit."""
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):

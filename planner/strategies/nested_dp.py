@@ -97,8 +97,8 @@ class NestedDP(CandidateStrategy):
         return chain, alike
 
     def _rooms(self, table: Table) -> list[int]:
-        """Return the memory limits, in units, for which plans are taken from a table: at most ``plans``, evenly chosen
-        among the limits that need less recomputation than a limit of one unit less."""
+        """Return the memory limits, in units, for which plans are taken from a table: at most ``plans``. They are
+        evenly chosen among the limits that need less recomputation than a limit of one unit less."""
         costs = table.whole
         falls = np.flatnonzero(costs < np.concatenate([[np.inf], costs[:-1]]))
         picks = np.linspace(0, len(falls) - 1, min(self.plans, len(falls)))
