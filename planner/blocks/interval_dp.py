@@ -203,8 +203,8 @@ def _saving_needs(u: Units, i: int, j: int) -> int:
 
 @kernel
 def _pass_needs(u: Units, i: int, s: int, j: int) -> tuple[int, int, int]:
-    """Return three numbers of units for a pass over blocks i .. s - 1: the fewest with which it is possible, those that
-    blocks s .. j - 1 lack, and those that blocks i .. s - 1 lack when they are solved afterwards."""
+    """Return three numbers of units for a pass over blocks i .. s - 1. They are the fewest with which it is possible,
+    those unavailable to blocks s .. j - 1, and those unavailable when blocks i .. s - 1 are solved afterwards."""
     kept, left = u.kept[i, s], u.left[j] - u.left[s]
     return int(max(u.entering[j] + u.pass_peak[i, s], kept, left)), int(kept), int(left)
 

@@ -82,8 +82,8 @@ def made_by(action: Action) -> Message | None:
 class PipelineSchedule:
     """The order in which each rank of a pipeline runs its actions.
 
-    Raises a ProblemError if there are not ``ranks`` lists, or a stage has not exactly one rank. So it does unless each
-    rank runs exactly F, F B, or F I W for each micro-batch in each of its stages.
+    Raises a ProblemError unless there are ``ranks`` lists, each stage has exactly one rank, and each rank runs exactly
+    F, F B, or F I W for each micro-batch in each of its stages.
     """
 
     name: str
