@@ -43,7 +43,9 @@ class Transients:
     """The bytes that an op needs while it runs, without inputs of the problem."""
 
     op: str
+    """Its name."""
     reads: int
+    """Bytes of what it reads."""
     writes: int
     """Bytes of what it writes and does not read."""
     workspace: int

@@ -26,6 +26,7 @@ class Passes(NamedTuple):
     peak: int
     """Bytes, without inputs, that are needed if the backward's results stay and the forward's do not."""
     outputs: tuple[tuple[int, ...], ...]
+    """For each pass, the numbers of its outputs."""
 
 
 def passes_of(

@@ -161,6 +161,7 @@ class _Law:
     sizes: tuple[int, ...]
     """All captured sizes."""
     power: int
+    """The exponent of the size."""
     places: tuple[int, ...]
     """The positions in ``sizes`` of those that determine the polynomial."""
 

@@ -42,6 +42,7 @@ class NearLeastOptions:
     """Bounds are searched in problems without the tensors up to this share of the largest working set. With fewer
     tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
     coarse_states: int = 2000
+    """The states to expand in each of these searches."""
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)

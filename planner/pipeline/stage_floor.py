@@ -32,6 +32,7 @@ class _Saved:
     """
 
     block: Ints
+    """Of each op."""
     up: Ints
     """The last block that reads the results."""
     bytes: Ints
