@@ -10,7 +10,8 @@ The process that refines plans is not in them. A loop's ratio to eager mode is a
 divided by what the plans in use predict: eager mode's time of each step plus the overhead of the step's plan.
 
 With ``--ranges``, the range of sizes is stated when the network is planned (`dynamic_shapes`), so that the capture with
-open sizes is made then and not in the loop.
+open sizes is made then and not in the loop. With ``--kernels fused``, whose results differ by rounding, all steps
+differ from eager mode's.
 
 Rivals, on the same batches: `torch.utils.checkpoint` for each block; ``torch.compile(dynamic=True)`` with
 ``activation_memory_budget``, the min-cut partitioner and no compiler of kernels, whose compilation is in its loop.
@@ -19,7 +20,7 @@ With ``--lengths``, no rivals: a small model is trained on that many random leng
 resident memory and the numbers of what is kept are printed.
 
 usage: python benchmarks/shapes.py [NAME ...] [--steps 100] [--budget 70%] [--seed 0] [--activation-budget 0.3]
-                                   [--ranges] [--alone]
+                                   [--ranges] [--alone] [--kernels fused]
        python benchmarks/shapes.py --lengths 1000
 """
 
@@ -214,7 +215,7 @@ def _ranges(model: nn.Module, case: Case) -> dict[str, dict[int, Dim]]:
 
 
 def train(
-    case: Case, steps: int, budget: str, seed: int, ranges: bool, rivals: bool
+    case: Case, steps: int, budget: str, seed: int, ranges: bool, rivals: bool, kernels: str
 ) -> tuple[Result, rematplan.PlanningStats]:
     """Train one network on ``steps`` batches of random size, next to a copy in eager mode.
 
@@ -224,8 +225,10 @@ def train(
     model, sizes = case.make().train(), random.Random(seed)
     copies = [copy.deepcopy(model) for _ in range(3)]
     began = time.process_time()
-    stated = {"dynamic_shapes": _ranges(model, case)} if ranges else {}
-    planned = rematplan.plan_module(model, case.batch(case.largest), budget=budget, **stated)
+    shapes = _ranges(model, case) if ranges else None
+    planned = rematplan.plan_module(
+        model, case.batch(case.largest), budget=budget, dynamic_shapes=shapes, kernels=kernels
+    )
     first = time.process_time() - began
     others = {CHECKPOINTED: _checkpointed(copies[1], case.block), COMPILED: _compiled(copies[2])}
     trained = {EAGER: copies[0], PLANNED: planned, **(others if rivals else {})}
@@ -354,6 +357,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, default=0, help="only train a small model on so many lengths")
     parser.add_argument("--ranges", action="store_true", help="state the range of sizes when planning")
     parser.add_argument("--alone", action="store_true", help="no rivals except eager mode")
+    parser.add_argument("--kernels", default="eager", help="eager or fused")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -363,10 +367,8 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     with functorch_config.patch(activation_memory_budget=asked.activation_budget):
         for name in asked.names:
-            show(
-                name,
-                *train(CASES[name], asked.steps, asked.budget, asked.seed, asked.ranges, not asked.alone),
-            )
+            shown = asked.steps, asked.budget, asked.seed, asked.ranges, not asked.alone, asked.kernels
+            show(name, *train(CASES[name], *shown))
 
 
 if __name__ == "__main__":
