@@ -80,9 +80,8 @@ class MBConv(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """EfficientNet-B0: from images (N, 3, H, W) to class scores (N, ``classes``). All channels scale with
-    ``width``.
-    """
+    """EfficientNet-B0: from images (N, 3, H, W) to class scores (N, ``classes``). ``width``: channels of the first
+    convolution, rounded to a multiple of 8; all others scale with it."""
 
     def __init__(self, width: int = STEM, classes: int = 1000) -> None:
         super().__init__()

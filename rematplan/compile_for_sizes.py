@@ -119,8 +119,8 @@ class SymbolicGraph:
             self._remember(sizes, self._added(self.plan, self.first, lambda *_: True))
 
     def __call__(self, *given: Any) -> Any:
-        """Run the graph with the plan for its inputs' sizes, which is made when the sizes occur first, and return the
-        results. A graph without a backward has no plan. `InfeasibleBudget` as ``on_infeasible`` asks."""
+        """Run the graph with the plan for its inputs' sizes, made or found when they occur first; none without a
+        backward. `ModelError` if compiled code cannot serve them, `InfeasibleBudget` as ``on_infeasible`` asks."""
         if self.step is None:  # without a backward there is no plan
             return self.first(*given)
         sizes = (

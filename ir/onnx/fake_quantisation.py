@@ -24,7 +24,7 @@ _GRID = ("axis", "block_size")
 
 
 def with_fake_quantisation(nodes: Sequence[Node], source: Source) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Replace each DequantizeLinear of a QuantizeLinear with equal scale, zero point, axis and block size by a
+    """Replace each DequantizeLinear of a QuantizeLinear with equal parameters, also behind a Clip with known ends, by a
     FakeQuantize. Return the nodes, and a note if any were replaced."""
     writers = {o: node for node in nodes if not node.domain for o in node.outputs if o}
     new = tuple(_joined(node, writers, source) or node for node in nodes)

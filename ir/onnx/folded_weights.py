@@ -36,8 +36,8 @@ class Repetition:
 
 
 def restore_repeated_weights(edit: Edit, evidence: Evidence) -> int:
-    """Replace each initialiser that repeats the elements of a weight by that weight and nodes that repeat it. Return
-    how many."""
+    """Replace initialisers that an exporter computed by repeating a weight by that weight and nodes; return how many.
+    Tensors above `MAX_ELEMENTS` and those that layers read as weights stay."""
     made: dict[str, list[Node]] = {}
     for name in tuple(edit.initialisers):
         array = edit.float_weight(name)

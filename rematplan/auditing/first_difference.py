@@ -177,7 +177,8 @@ CAUSES = (
 
 
 class _Kind(Enum):
-    """What a difference of two runs may mean, in the order in which the first of a kind is reported."""
+    """The kinds of differences between two runs, by priority: of the earliest kind found, the first difference is
+    reported."""
 
     SURE = auto()
     """It is the fault, whatever else differs."""

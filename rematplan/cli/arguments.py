@@ -234,11 +234,12 @@ def several_strategies(names: Sequence[str], options: Mapping[str, object]) -> d
 def check_outputs(*paths: Path | None) -> None:
     """Raise `UsageError` if an output file is a folder, is in a folder that does not exist, or is stated twice. Paths
     that are None are ignored."""
-    stated = [p for p in paths if p is not None]
-    for path in stated:
+    stated: set[Path] = set()
+    for path in filter(None, paths):
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if len({p.resolve() for p in stated}) < len(stated):
-        raise UsageError(f"two outputs have the same path, {stated[0]}; name different files")
+        if path.resolve() in stated:
+            raise UsageError(f"two outputs have the same path, {path}; name different files")
+        stated.add(path.resolve())

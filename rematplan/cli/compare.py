@@ -121,8 +121,8 @@ def _rivals(
 def _overlapped(
     rivals: list[PlannedRival], budget: int, auto: Strategy, costs: str, out: Output
 ) -> list[PlannedRival]:
-    """Return a list of one further row, the fastest plan on two lanes within the budget or, if none fits, the leanest;
-    empty if no plan uses two lanes."""
+    """Return one further row, the fastest two-lane plan within the budget, else the leanest; none if no plan uses two
+    lanes. ``rivals``: first the one without recomputation, last the one that names and times the lanes."""
     last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
     sharing = cache(partial(_sharing, last, auto, costs, out))
     for source in {id(r.source): r.source for r in rivals}.values():

@@ -108,9 +108,8 @@ def _named(axis: Axis, fixed: Mapping[Axis, int] = MappingProxyType({})) -> str:
 def prove_step(
     planner: Planner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
-    """Return, for each size of one dimension, the best known plan and whether it fits. If none fits at some size, and
-    the strategy is `Auto` with a time limit, search for more. ``step_at``: captures the step. `UsageError` for ``min``
-    or ``least``."""
+    """Return each size's best known plan and whether it fits; a time-limited `Auto` searches for more if some do not. A
+    new percentage is of the largest size; `UsageError` for ``min`` or ``least``."""
 
     def capture(size: int) -> TrainingGraph:
         return planner.problem(planner.with_inverses(step_at(size)))

@@ -204,15 +204,9 @@ class KFAC(Optimizer):
         return loss
 
     def _read(self) -> None:
-        """Add the statistics of the current training step, over all processes, to the moving averages that this process
-        stores.
-
-        Do so only in every ``factors_every``-th step. Layers for which no statistics come are given to the optimizer
-        ``others``.
-
-        Raises:
-            UsageError: there were never any statistics; or ``others`` is needed and not given.
-        """
+        """Every ``factors_every`` steps, add the step's finite statistics, over all processes, to the moving averages
+        that this process stores. Layers that never had any are given to the optimizer ``others``; `UsageError` if
+        that is needed and None, or if no layer ever had any."""
         if self._clock % self._options.factors_every:
             return
         found = self._source.statistics()

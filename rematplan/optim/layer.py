@@ -49,8 +49,8 @@ class Layer:
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of weight and bias (last column) as one matrix, (outputs, inputs) per group;
-        None if the weight has none."""
+        """Return weight's and bias's gradients (last column; zeros if it has none) as one matrix, or None if the weight
+        has none. All processes must call it: sharded gradients are gathered."""
         if self.weight.grad is None:
             return None
         weight = whole(self.weight.grad).to(self.a.dtype)

@@ -34,8 +34,8 @@ def auto_cuts(
     budget: Budget,
     asked: PlanOptions,
 ) -> tuple[str, ...]:
-    """Search for the cuts with the shortest simulated step of micro-batches like ``args``, if messages take no time; if
-    no cuts tried fit all ranks, return ones with a small peak. `UsageError` if the model has too few places to cut."""
+    """Return the modules to cut before, with the shortest simulated step found that fits all ranks (messages take no
+    time), else with a small peak. `UsageError` if places to cut are too few."""
     known = cut_names(exported(model, args, kwargs))
     if len(known) < schedule.stages - 1:
         raise UsageError(f"the model has {len(known) + 1} places for stages, not {schedule.stages}")

@@ -122,8 +122,8 @@ def matched(ops: Sequence[StageOp], others: Sequence[StageOp]) -> dict[str, str]
 
 
 def _runs(file: PlannedPipeline, number: int, pairs: Mapping[str, str], loss: Collection[str]) -> list[str]:
-    """Return, by captured names, the ops that the file's plan of a stage runs, in order, without the loss;
-    `ProblemError` for an op without a pair."""
+    """Return the captured names (``pairs``: by the file's) of the ops that a stage's plan runs, in order, without loss
+    and saved random states. `ProblemError` for an op without a pair."""
     boundaries = {BOUNDARY: loss_boundary.LOSS, WEIGHTS: loss_boundary.WEIGHTS}
     runs = []
     for kind, name in _plan(file, number).get("steps", ()):

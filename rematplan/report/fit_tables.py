@@ -56,7 +56,8 @@ def margin_table(fit: Fit) -> Table:
 
 
 def largest_table(fit: Fit) -> Table:
-    """Return a table of the size in question and of the largest sizes that fit: peaks, overhead, proven least."""
+    """Return a table of the size in question, the largest that fit, and the fastest: peaks, overhead, proven least,
+    step time, samples per second."""
     columns = ("without a plan", "with a plan", "overhead", "proven least", "step", "samples/s")
     table = figures_table(f"Sizes ({fit.dimension})", "", fit.dimension, *columns)
     rows = {"in question": fit.here}

@@ -38,9 +38,8 @@ def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool
 
 
 def hides_tensors(one: Any, called_later: bool = False) -> bool:
-    """Return whether a tensor is among an object's attributes, or in containers and objects there; true for an
-    iterator. Functions, classes and modules inside are not searched. ``called_later``: whether the closure of ``one``,
-    a function, or the instance of ``one``, a method, is searched, too."""
+    """Return whether a tensor is in ``one``'s ``__dict__`` or items, or below, outside functions, classes and modules;
+    true if ``one`` is an iterator. ``called_later``: search also its closure or bound instance."""
     if isinstance(one, Iterator):
         return True
     seen: set[int] = set()

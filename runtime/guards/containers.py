@@ -97,7 +97,8 @@ def unchanged_content(container: Any, was: Any) -> bool:
 
 
 def refill(container: Any, was: Any) -> None:
-    """Give a container the content ``was``, in place."""
+    """Give a container, in place, the content ``was``, in the form that `content` returns, not None. An array must have
+    its shape."""
     if isinstance(container, np.ndarray):
         container[...] = was
         return

@@ -90,8 +90,8 @@ class Asked:
 
 
 class ByName(Mapping[str, Any]):
-    """A read-only mapping that a function looks up at every access; names for which it raises AttributeError or
-    ValueError are absent."""
+    """A read-only mapping whose values ``get`` looks up at every access; a name for which it raises AttributeError or
+    ValueError is absent. Iteration covers only ``names``."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any]) -> None:
         self.names, self.get_named = frozenset(names), get

@@ -183,8 +183,8 @@ class _Parter:
         apart.copied.append(name)
 
     def _move(self, apart: _Apart) -> bool:
-        """Record in ``apart`` how the views of a split storage, and their views, are made from the parts. Return
-        whether all readers' results keep shape, strides and type; RuntimeError if a view is impossible."""
+        """Record in ``apart`` how views are made from the parts; return whether readers' results keep shape, strides
+        and type. RuntimeError, ValueError or TypeError if a view is impossible."""
         now = {**self.values, **apart.values}
         touched: list[str] = []
         for value, one in apart.tops.items():

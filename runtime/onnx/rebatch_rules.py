@@ -136,8 +136,8 @@ def _expand(case: RebatchCase) -> Operands:
 
 
 def _concat(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of a Concat: an input of size 1 without a batch, like a class token, is expanded
-    for an export of batch one."""
+    """Return an Expand for each input without the batch, of size 1 along its axis, if the export's batch is 1. Nothing
+    if batched inputs disagree or are concatenated along the batch."""
     axes = [case.axis(at) for at in range(len(case.old))]
     batched = {a for a in axes if a is not None}
     along: Any = case.node.attributes.get("axis", 1)

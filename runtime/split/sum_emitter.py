@@ -109,7 +109,8 @@ class SumEmitter(CallEmitter):
         return name
 
     def _lay_out(self, call: Call, value: str, name: str) -> None:
-        """Give the whole result ``name`` the strides that it has in the unsplit step, or raise `CannotSplit`."""
+        """Give the whole result ``name`` the strides of the unsplit ``value``, by a view if only dimensions of size 1
+        differ. `CannotSplit` if shape, type or other strides differ."""
         made, like = self.values[name].fake, self.step.values[value].fake
         if (made.shape, made.dtype) == (like.shape, like.dtype) and made.stride() != like.stride():
             strides = zip(made.shape, made.stride(), like.stride(), strict=True)

@@ -223,6 +223,7 @@ def test_the_command_writes_its_files(
         (["-o", "r.html", "--budget", "1GB", "--plan", "p.json"], "state a --budget or a --plan file"),
         (["-o", "missing/r.html", "--budget", "1GB"], "does not exist"),
         (["-o", "r.html", "--snapshot", "r.html", "--budget", "1GB"], "same path"),
+        (["-o", "r.html", "--snapshot", "s", "--trace", "s", "--budget", "1GB"], "same path, s;"),
     ],
 )
 def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

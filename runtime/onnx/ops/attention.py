@@ -77,8 +77,9 @@ def _is_plain(node: Node, q: Tensor, mask: Tensor | None) -> bool:
 def _bias(
     node: Node, q: Tensor, k: Tensor, mask: Tensor | None, past: int, lengths: Tensor | None
 ) -> Tensor | None:
-    """Return what is added to the attention scores, −∞ where a query may not attend to a key; None if nothing is added.
-    ``past``: the number of cached keys. ``lengths``: how many keys of each batch entry are no padding, or None."""
+    """Return what is added to the attention scores: the mask, and −∞ where a query may not attend to a key; None if
+    nothing is added. ``past``: the number of cached keys; ignored if ``lengths`` states how many keys of each batch
+    entry are no padding."""
     bias = None if mask is None else _additive(mask, q, k.shape[2])
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1)
     columns = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
