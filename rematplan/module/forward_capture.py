@@ -24,7 +24,6 @@ from rematplan.runtime.capture.hidden_tensors import (
     Withheld,
     check_dense,
     check_no_hidden_tensors,
-    compiled,
     hides_tensors,
     hooked,
 )
@@ -97,8 +96,8 @@ class Tracing:
         return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
     def check(self) -> None:
-        """Raise `ModelError` for a model or arguments that cannot be planned. Warn of what submodules lose in a plan:
-        effects of hooks, which run only while a step is traced, and compiled code."""
+        """Raise `ModelError` for a model or arguments that cannot be planned. Warn of hooks on submodules, which run only
+        while a step is traced."""
         check_traceable(self.model)
         for name, tensor in self.state.named.items():
             if tensor.is_meta:
@@ -107,15 +106,11 @@ class Tracing:
                 )
         check_dense((*self.state.named.values(), *self.tensors), f"{self.name} has, or is called with,")
         check_no_hidden_tensors(self.leaves, f"{self.name} is called with")
-        if names := hooked(self.model):
+        names = hooked(self.model)
+        if names:
             warn(
-                f"{self.name} has hooks on {_some(names)}: they run only when a step is planned; what they compute is "
-                f"part of the plan, other effects happen only then"
-            )
-        if names := compiled(self.model):
-            warn(
-                f"{self.name} has compiled modules, {_some(names)}: a planned step computes them as eager mode does, "
-                f"without torch.compile"
+                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
+                f"when a step is planned; what they compute is part of the plan, other effects happen only then"
             )
 
     def fixed(self) -> Found:
@@ -215,10 +210,6 @@ class Tracing:
             else c
             for c in constants
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{' and others' * (len(names) > 3)}"
 
 
 @contextmanager

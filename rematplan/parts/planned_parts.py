@@ -118,8 +118,7 @@ class PlannedParts:
             for name, runner in every.items()
             if (part := modules.get(name)) is not None
         }
-        # `torch.compile` would compile what runs the parts.
-        with Patches(patches), torch.compiler.set_stance("force_eager"):
+        with Patches(patches):
             try:
                 return original.plain(args, kwargs)
             finally:

@@ -91,9 +91,7 @@ class Rehearsal:
         self._attributes = AttributeTensors(self.model)
         objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
-            # What `torch.compile` would compile here has placeholders.
-            eager = torch.compiler.set_stance("force_eager")
-            with guards.python_state_restored(self.model, leaves), unchanged(self.model), eager:
+            with guards.python_state_restored(self.model, leaves), unchanged(self.model):
                 return self._measured(original, args, kwargs)
         finally:
             objects.restore()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.compat import is_compiled, pytree
+from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.guards.module_state import HOOKS
 
 COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
@@ -112,11 +112,6 @@ def hooked(module: nn.Module) -> list[str]:
         if m is not module
         and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
     ]
-
-
-def compiled(module: nn.Module) -> list[str]:
-    """Return the names of the submodules that `torch.compile` has compiled."""
-    return [name for name, m in module.named_modules() if m is not module and is_compiled(m)]
 
 
 def _only_computes(hook: Any) -> bool:

@@ -242,11 +242,6 @@ def any_mode() -> bool:
     return bool(dispatch_stack_depth() or pre_dispatch_stack_depth())
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether `torch.compile` has compiled a module, by a wrapper or in place."""
-    return module._compiled_call_impl is not None or isinstance(module, _looked_up("OptimizedModule"))
-
-
 def parametrizations_are_cached() -> bool:
     """Return whether the caller is inside a `torch.nn.utils.parametrize.cached` block."""
     return bool(parametrize._cache_enabled)
