@@ -96,8 +96,8 @@ class Tracing:
         return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
     def check(self) -> None:
-        """Raise `ModelError` for a model or arguments that cannot be planned. Warn of hooks on submodules, which run only
-        while a step is traced."""
+        """Raise `ModelError` for a model or arguments that cannot be planned. Warn of hooks on submodules, which run
+        only while a step is traced."""
         check_traceable(self.model)
         for name, tensor in self.state.named.items():
             if tensor.is_meta:
