@@ -67,9 +67,9 @@ def refusal(
     seed: int = 0,
     keep_order: bool = False,
 ) -> InfeasibleBudget:
-    """Return the error that no plan fits ``budget`` bytes, with the smallest peak found and the smallest at an overhead
-    of at most `CHEAP`, for which a search begins. ``least``: the plan of the smallest peak so far. ``known``: as in
-    `InfeasibleBudget`."""
+    """Search for the smallest peak at an overhead of at most `CHEAP`. Return the error that no plan fits ``budget``
+    bytes, which states this peak and the smallest found. ``least``: the plan of the smallest peak so far. ``known``: as
+    in `InfeasibleBudget`."""
     cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
     least = min(least, cheap, key=by_peak)
     return InfeasibleBudget(

@@ -35,9 +35,9 @@ Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:
-    """Return the versions of the problem to plan with, the most plausible first. It is ``graph`` alone if no phases can
-    be inferred or the stated ones are plausible. Else the problem with inferred phases comes first, then ``graph`` if
-    it states phases."""
+    """Return the versions of the problem to plan with, the most plausible first. Only ``graph`` is returned if no
+    phases can be inferred or the stated ones are plausible. Else the problem with inferred phases comes first, then
+    ``graph`` if it states phases."""
     inferred = cached_on(graph, "inferred phases", lambda: _inferred(graph))
     if inferred is None:
         return (graph,)

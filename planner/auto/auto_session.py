@@ -275,8 +275,8 @@ class AutoSession:
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
         """Anneal from the known plans, for ``amount`` of the effort, and take the best found. Return whether the search
-        gave up early. An interrupt sets ``interrupted``, or is raised again if no plan fits. ``alone``: without a
-        second thread."""
+        gave up early. An interrupt sets ``interrupted``, or is raised again if this search has no plan that fits.
+        ``alone``: without a second thread."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:

@@ -165,11 +165,9 @@ def find_smallest_peak(
 def _lean_starts(
     graph: TrainingGraph, for_blocks: Effort, whole: Effort, progress: Progress, enough: int
 ) -> tuple[Plan, ...]:
-    """Return the plans of block strategies with small peaks, found within ``for_blocks``, and the plan of the search
-    back in time if it is leaner. This search is left out if ``whole``, the effort of the caller's search, is cut short.
-
-    It is also left out if a plan has at most ``enough`` bytes, or the proven least.
-    """
+    """Return block plans with small peaks, found with the effort ``for_blocks``, and a leaner one of the search back in
+    time, which takes a share of ``whole``. That search is left out if a peak is at most ``enough`` bytes or proven to
+    be the least, or if ``whole`` is cut short."""
     progress(0.0, "lowering the peak")
     blocks = leanest_plans(graph, for_blocks)
     least = min((no_recompute(graph), *blocks), key=by_peak).peak

@@ -77,8 +77,8 @@ class RepeatedLayers:
         return [partial(self._at, middle=middle, more=more) for middle in range(more + 1)]
 
     def _at(self, name: str, middle: int, more: int) -> str:
-        """Return the counterpart of ``name`` if copy ``middle`` (0 to ``more``) has the middle layer's place; names of
-        no layer stay. `ProblemError` if it would be beyond the neighbouring layers."""
+        """Return what ``name`` is called if copy number ``middle`` (0 to ``more``) takes the middle layer's place;
+        names outside of layers stay. `ProblemError` if it would be beyond the neighbouring layers."""
         key, layer = self._place.get(name, (None, 0))
         if key is None:
             return name

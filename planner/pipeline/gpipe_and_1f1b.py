@@ -87,8 +87,9 @@ def _with_messages(
 
 
 def dataflow(stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    """Return a schedule like 1F1B, but with ⌈2·``hop``⌉ more micro-batches in flight for each later stage, so that
-    ranks work while messages travel. ``hop``: the time of a message ÷ the time of a stage's forward and backward."""
+    """Return a schedule like 1F1B, but each stage has ⌈2·``hop``⌉ more micro-batches in flight for each stage after it,
+    so that ranks work while messages travel. ``hop``: the time of a message ÷ the time of a stage's forward and
+    backward."""
     more = math.ceil(2 * hop - 1e-9)
     # Stage s of P has 1 + (P − 1 − s)·(1 + ⌈2·hop⌉) in flight.
     in_flight = [1 + hops * (1 + more) for hops in reversed(range(stages))]

@@ -55,8 +55,8 @@ class Anneal(SearchStrategy):
         """Return the plan of least overhead found within ``budget`` bytes; arguments and errors are those of
         `Strategy.plan`.
 
-        It is at least as good as each of ``starts`` that fits and that `Annealer.accepts`. With ``keep_order``, first
-        executions keep the problem's order.
+        It is at least as good as each of ``starts`` that fits and is a start by `Annealer.accepts`. With
+        ``keep_order``, first executions keep the problem's order.
         """
         compile_annealer()  # before the clock starts
         floor, effort = _floor(graph), Effort(self.time_limit, self.moves)
