@@ -61,7 +61,7 @@ class Proof:
         return self._thread.is_alive()
 
     def finish(self, seconds: float) -> None:
-        """Let the search for a lower bound go on for up to ``seconds`` from now, whatever its limit was, and wait for
-        its end."""
+        """Let the search for a lower bound go on for up to ``seconds`` from now, whatever its limit was. Wait for its
+        end, but at most `PATIENCE` times as long."""
         self.effort.extend(seconds)
         self._thread.join(PATIENCE * seconds)

@@ -130,9 +130,8 @@ class Effort:
         self._more = amount
 
     def shortest_round(self, ops: int, shortest: tuple[float, float]) -> float:
-        """Return the effort of an annealing search's shortest cooling. ``shortest``: moves per op, and the
-        ops at which they double.
-        """
+        """Return the length of an annealing search's shortest cooling for ``ops`` ops, in moves or seconds, as this
+        effort counts. ``shortest``: the moves per op, and the number of ops at which these double."""
         moves = shortest[0] * ops * (1 + ops / shortest[1]) + 1000
         return moves if self.moves else moves / (2 * MOVES_PER_SECOND)
 

@@ -251,7 +251,7 @@ class Laned:
 
     @cached_property
     def data(self) -> Needs:
-        """The waits that data dependences require; waits for memory are not included."""
+        """The waits that data dependences and the order of random draws require; waits for memory are not included."""
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)

@@ -98,9 +98,8 @@ def by_peak(plan: Plan) -> tuple[int, float]:
 
 
 def plan_from_runs(graph: TrainingGraph, runs: Sequence[str], strategy: str, **more: Any) -> Plan:
-    """Return the plan that runs ``runs`` in order and frees each tensor as early as possible. ``more``:
-    further fields of `Plan`.
-    """
+    """Return the plan that runs ``runs`` in order and frees each tensor as early as possible; `ProblemError` if that is
+    no valid schedule. ``more``: further fields of `Plan`."""
     schedule = with_frees(graph, runs)
     return Plan(graph.name, strategy, schedule, simulate(graph, schedule), **more)
 

@@ -76,8 +76,7 @@ class PlanFamily:
 
     def add(self, graph: TrainingGraph, plan: Plan) -> None:
         """Add the schedule of a plan that was found for a problem of this structure (the same ops and tensors, any
-        sizes).
-        """
+        sizes); `ProblemError` for a problem of another structure."""
         self._check(graph)
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
 
@@ -141,7 +140,7 @@ class PlanFamily:
         return Plan(graph.name, member.strategy, schedule, estimate)
 
     def plans(self, graph: TrainingGraph) -> tuple[Plan, ...]:
-        """Return all allowed schedules as plans of ``graph``."""
+        """Return all allowed schedules as plans of ``graph``; `ProblemError` if the graph has another structure."""
         amounts = amounts_of(graph)
         allowed = (member for member in self.members if member.is_allowed(amounts))
         return tuple(self.plan(graph, member, amounts) for member in allowed)
@@ -155,9 +154,8 @@ class PlanFamily:
         return None if member is None else replace(self.plan(graph, member, amounts), budget=budget)
 
     def starts(self, graph: TrainingGraph, budget: int, count: int) -> tuple[Plan, ...]:
-        """Return plans of ``graph`` to start from: the ``count`` cheapest that fit, then the one nearest
-        above ``budget`` bytes.
-        """
+        """Return plans of ``graph`` to start from: the ``count`` cheapest that fit, then the one nearest above
+        ``budget`` bytes. `ProblemError` if the graph has another structure."""
         amounts = amounts_of(graph)
         over = self.nearest_over(amounts, budget)
         members = (*self.fitting(amounts, budget, count), *([over] if over else []))

@@ -174,8 +174,8 @@ class RepeatedLayers:
 
 
 def repeated_layers(graphs: Sequence[TrainingGraph]) -> RepeatedLayers | None:
-    """Return the layers of problems of three depths in succession; None if they are not equal, or the third one is
-    not what they say."""
+    """Return the layers of problems of three depths in succession; None if the layers are not equal, or the third
+    problem is not the one that the first two predict."""
     found = RepeatedLayers(graphs[0], graphs[1])
     try:
         return found if all(_alike(found.problem(k), graph) for k, graph in enumerate(graphs)) else None

@@ -131,7 +131,7 @@ def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> 
 def _after_once(
     once: Sequence[bool], reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]
 ) -> set[int]:
-    """Return the tensors that are written by the ops ``once``, or computed from these."""
+    """Return the tensors that the ops marked in ``once`` write, and all tensors computed from these."""
     after: set[int] = set()
     for single, row, made in zip(once, reads, writes, strict=True):
         if single or not after.isdisjoint(row):

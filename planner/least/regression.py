@@ -223,7 +223,8 @@ def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: I
 
 @kernel
 def grown(array: Ints, used: int, more: int) -> Ints:
-    """Return an array with room for ``more`` numbers after the first ``used``."""
+    """Return an array with room for ``more`` numbers after the first ``used``: ``array`` itself if it has room, else a
+    copy."""
     if used + more <= array.size:
         return array
     larger = np.empty(2 * array.size + more, dtype=np.int64)

@@ -80,9 +80,8 @@ class StrategyStages:
         return None
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan], _effort: Effort) -> Plan:
-        """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest
-        budget that its error states.
-        """
+        """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest budget that
+        its error states; `InfeasibleBudget` if it refuses this budget, too."""
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:

@@ -13,16 +13,16 @@ Read = TypeVar("Read")
 
 
 def field_of(data: Any, name: str, read: Callable[[Any], Read]) -> Read:
-    """Return what ``read`` makes of a field of a JSON object; `ProblemError` if the field is missing or ``read``
-    fails."""
+    """Return what ``read`` makes of a field of a JSON object. `ProblemError` if the field is missing, or ``read``
+    raises a `ProblemError`, `TypeError` or `ValueError`."""
     if name not in data:
         raise ProblemError(f"{name} is missing")
     return _at(name, read, data[name])
 
 
 def list_of(read: Callable[[Any], Read]) -> Callable[[Any], list[Read]]:
-    """Return a function that reads a list whose entries ``read`` reads. If one is refused, the message states its
-    position."""
+    """Return a function that reads a list whose entries ``read`` reads. If ``read`` refuses an entry, a `ProblemError`
+    states its position; `TypeError` if the value is no list."""
 
     def entries(value: object) -> list[Read]:
         return [_at(f"entry {at}", read, one) for at, one in enumerate(json_list(value))]
