@@ -204,7 +204,7 @@ def check(graph: TrainingGraph) -> None:
 
 
 def _check_order(graph: TrainingGraph) -> set[str]:
-    """Return all inputs and written tensors. `ProblemError` for an op that reads what is not written before, or
+    """Return all inputs and written tensors. `ProblemError` for an op that reads what no earlier op writes, or
     writes an input or a tensor that another op writes."""
     inputs = set(graph.inputs)
     written = set(inputs)

@@ -18,8 +18,8 @@ MAX_BYTES = 1 << 28  # no inference for larger files, because it copies the weig
 
 
 def inferred_shapes(proto: onnx.ModelProto, draft: Draft) -> dict[str, tuple[Dim, ...]]:
-    """Return shapes of the main graph's values by name, those of ``draft.stated`` unchanged. Others are inferred if
-    there are subgraphs, at most ``MAX_BYTES``, and ONNX's inference does not fail."""
+    """Return shapes of the main graph's values by name: those of ``draft.stated``, unchanged, and those that ONNX
+    infers. None are inferred if there are no subgraphs, the model exceeds ``MAX_BYTES``, or the inference fails."""
     if not draft.bodies or proto.ByteSize() > MAX_BYTES:
         return dict(draft.stated)
     try:

@@ -151,8 +151,8 @@ class AutoSession:
 
     @property
     def for_block_plans(self) -> Effort:
-        """What block strategies may spend: `TimeShares.blocks` of the whole effort, at least ``blocks_least`` seconds,
-        less what is spent already if a plan fits; no limit with counted moves."""
+        """What block strategies may spend: the share `TimeShares.blocks` of the whole effort, and at least
+        ``blocks_least`` seconds. If a plan fits already, what was spent is subtracted. With counted moves: no limit."""
         if self.options.moves:
             return Effort()
         spent = self.effort.spent() if self.best else 0.0
