@@ -357,7 +357,7 @@ def test_a_private_name_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ImportError, match=f"torch {re.escape(torch.__version__)} .*_no_such_name.*pip install"
     ):
-        compat.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+        compat.no_such_name  # noqa: B018
 
 
 def test_a_private_name_that_is_missing_at_once_is_named() -> None:

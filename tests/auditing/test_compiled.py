@@ -72,7 +72,7 @@ def in_place() -> nn.Module:
 
 def function() -> nn.Module:
     model = Checkpointed(Residual())
-    model.run = compiled(lambda layer, x: layer(x))  # type: ignore[arg-type]
+    model.run = compiled(lambda layer, x: layer(x))
     return model
 
 
@@ -109,7 +109,7 @@ def redrawn(share: float, fallback: bool) -> bool:
             compiled(model)(batch(512)).sum().backward()
         gradients.append(next(model.parameters()).grad)
     torch.compiler.reset()
-    return not torch.allclose(*gradients, rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
+    return not torch.allclose(*gradients, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])

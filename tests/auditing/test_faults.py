@@ -255,7 +255,7 @@ TABLE = {
 
 def audited(make: object) -> Audit:
     torch.manual_seed(0)
-    model, args = make()  # type: ignore[operator]
+    model, args = make()
     return audit(model, args, plan=False)
 
 

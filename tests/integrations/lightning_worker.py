@@ -20,7 +20,7 @@ from rematplan.plans.replicas import HeldByReplica
 STEPS = 8
 
 
-class Classifier(pl.LightningModule):  # type: ignore[misc]
+class Classifier(pl.LightningModule):
     """A network with dropout, whose loss is outside of it."""
 
     def __init__(self) -> None:

@@ -326,7 +326,7 @@ def test_the_backbone_is_planned_if_trl_has_fused_the_head(tmp_path: Path) -> No
         trl.add_fused_lm_head(model)
         return model
 
-    class Fused(transformers.Trainer):  # type: ignore[misc,name-defined]
+    class Fused(transformers.Trainer):
         def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **more: Any) -> Tensor:
             loss: Tensor = model(**inputs, fused_lm_head=True).loss
             return loss

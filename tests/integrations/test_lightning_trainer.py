@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 20
 
 
-class Classifier(pl.LightningModule):  # type: ignore[misc,name-defined]
+class Classifier(pl.LightningModule):
     def __init__(self, heads: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_several_modules_are_planned_under_one_budget(tmp_path: Path) -> None:
     assert rematplan.planning(planned.net).plans
 
 
-class BatchSizeFinder(pl.Callback):  # type: ignore[misc,name-defined]
+class BatchSizeFinder(pl.Callback):
     """As in the package `lightning`, which has a copy of every class."""
 
 
@@ -182,7 +182,7 @@ def test_a_batch_size_finder_is_refused(kind: Any, tmp_path: Path) -> None:
 
 
 def test_gradients_that_are_cleared_after_the_forward_are_within_the_budget(tmp_path: Path) -> None:
-    class Measured(pl.Callback):  # type: ignore[misc,name-defined]
+    class Measured(pl.Callback):
         peaks: list[int] = []  # noqa: RUF012 (of one test)
 
         def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, _at: int) -> None:

@@ -64,7 +64,7 @@ def test_a_gradient_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrong(model: nn.Module, *arguments: object) -> dict[str, torch.Tensor]:
         calls.append(model)
-        found = results(model, *arguments)  # type: ignore[arg-type]
+        found = results(model, *arguments)
         if len(calls) == 2:  # the planned step
             found["the gradient of 0.weight"] = found["the gradient of 0.weight"] + 1e-6
         return found
@@ -80,7 +80,7 @@ def test_a_model_that_differs_from_itself_is_not_refused(monkeypatch: pytest.Mon
 
     def unsteady(model: nn.Module, *arguments: object) -> dict[str, torch.Tensor]:
         calls.append(model)
-        return {name: t + len(calls) for name, t in results(model, *arguments).items()}  # type: ignore[arg-type]
+        return {name: t + len(calls) for name, t in results(model, *arguments).items()}
 
     monkeypatch.setattr(first_plan_check, "_results", unsteady)
     with pytest.warns(UserWarning, match="not tested"):

@@ -201,7 +201,7 @@ def test_compilations_of_other_threads_wait(monkeypatch: pytest.MonkeyPatch) -> 
     waited: list[str] = []
     monkeypatch.setattr(compat.AsyncCompile, "wait", lambda self, scope: waited.append(scope))
     with inductor._without_waiting() as waits:
-        compat.AsyncCompile.wait("compilers", "here")  # type: ignore[arg-type]
+        compat.AsyncCompile.wait("compilers", "here")
         other = Thread(target=compat.AsyncCompile.wait, args=("compilers", "there"))
         other.start()
         other.join()

@@ -239,8 +239,8 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
         {"inverses": "yes"},
         {"inverses": -1.0},
         {"inverses": 0.0},
-        *({"strategy": Auto(time_limit=limit)} for limit in (math.nan, 0, -1.0, math.inf, "30")),  # type: ignore[arg-type]
-        {"strategy": Auto(two_lanes="maybe")},  # type: ignore[arg-type]
+        *({"strategy": Auto(time_limit=limit)} for limit in (math.nan, 0, -1.0, math.inf, "30")),
+        {"strategy": Auto(two_lanes="maybe")},
         {"strategy": Auto(lane_speed=0.4)},
         {"dynamic_shapes": 5},
     ],

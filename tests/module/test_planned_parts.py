@@ -181,7 +181,7 @@ def test_a_percentage_is_of_the_step_that_trains() -> None:
                 loss = one(*batch(at))
             loss.backward()
     for p, q in zip(found.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, q.grad)
     assert planned(found).budget < first
 
 

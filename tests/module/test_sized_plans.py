@@ -143,12 +143,12 @@ def follow(planned: nn.Module, plain: nn.Module, batch: tuple[Tensor, ...], use:
 
 
 def last(planned: nn.Module) -> Any:
-    return planned._rematplan.last  # type: ignore[attr-defined]
+    return planned._rematplan.last
 
 
 def other_members(planned: nn.Module) -> None:
     """Let the family of the present plan know block plans, too."""
-    planner = planned._rematplan.planner  # type: ignore[attr-defined]
+    planner = planned._rematplan.planner
     problem = planner.problem(last(planned).compiled.step)
     for plan in ApproxDP().family(problem):
         planner.store.family(problem).add(problem, plan)
@@ -177,7 +177,7 @@ def test_the_problem_that_is_not_made_is_that_of_the_length(name: str) -> None:
     for sizes in ((6, 33), (5, 19), (7, 29), (6, 53)):
         follow(planned, plain, inputs(*sizes))
         entry = last(planned)
-        alone = planned._rematplan.planner.problem(entry.compiled.step)  # type: ignore[attr-defined]
+        alone = planned._rematplan.planner.problem(entry.compiled.step)
         assert entry.plan.fingerprint == alone.fingerprint
         assert entry.plan.peak == simulate(alone, entry.plan.schedule).peak
         assert entry.plan.peak <= entry.plan.budget
@@ -272,7 +272,7 @@ def test_gradients_of_different_lengths_add_up() -> None:
         model.zero_grad()
     for sizes in ((6, 33), (5, 19), (6, 33), (7, 29)):
         follow(planned, plain, inputs(*sizes), use=step)
-    assert all(entry.plan.peak <= (entry.plan.budget or 0) for entry in planned._rematplan.plans.all())  # type: ignore[attr-defined]
+    assert all(entry.plan.peak <= (entry.plan.budget or 0) for entry in planned._rematplan.plans.all())
 
 
 def test_backwards_of_all_kinds_follow_at_a_carried_length() -> None:
@@ -349,7 +349,7 @@ def test_no_workspace_is_larger_than_planned() -> None:
         follow(planned, plain, batch)
         entry = last(planned)
         assert entry.carried
-        alone = planned._rematplan.planner.problem(entry.compiled.step)  # type: ignore[attr-defined]
+        alone = planned._rematplan.planner.problem(entry.compiled.step)
         assert entry.plan.peak >= simulate(alone, entry.plan.schedule).peak
         assert entry.plan.peak >= peak(planned, batch)
 
@@ -360,7 +360,7 @@ def test_forty_lengths_leave_bounded_numbers(monkeypatch: pytest.MonkeyPatch) ->
     before, lengths = rematplan.planning(planned).stats().carried, random.Random(0)
     for _ in range(40):
         clean(planned, inputs(6, lengths.randint(17, 61)))
-    runner = planned._rematplan  # type: ignore[attr-defined]
+    runner = planned._rematplan
     stats, (shapes,) = rematplan.planning(planned).stats(), runner.captures.shapes.values()
     assert stats.plans <= 6
     assert stats.captures == 1
@@ -384,7 +384,7 @@ def test_a_better_plan_of_one_length_serves_another(saved: float) -> None:
     plan, family, seen = last(planned).plan, SimpleNamespace(members=()), []
     better = replace(plan, estimate=replace(plan.estimate, cost=(1 - saved) * plan.estimate.cost))
     step_ = last(planned).compiled.like
-    search = Rechoosing(plan, lambda: better, lambda one: StepPlan(step_, one), family, None, [])  # type: ignore[arg-type]
+    search = Rechoosing(plan, lambda: better, lambda one: StepPlan(step_, one), family, None, [])
     search.begin(lambda found: seen.append(found.plan))
     assert not search.ready
     family.members = (1,)

@@ -177,7 +177,7 @@ def test_the_first_run_finds_strides_that_fakes_do_not_have(monkeypatch: pytest.
     planned, plain = planned_and_plain(NETWORKS["pooled"](), x, "100%")
     follow(planned, plain, x, times=3)
     assert fake_layouts.DISTRUSTED
-    compiled = planned._rematplan.last.compiled  # type: ignore[attr-defined]
+    compiled = planned._rematplan.last.compiled
     assert compiled.first_runs.all_passed
 
 

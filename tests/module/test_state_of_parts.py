@@ -46,7 +46,7 @@ def test_a_planned_module_makes_its_plans_at_once_and_leaves_the_model_as_it_was
         seeded(0)
         run(one, *batch(0))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, q.grad)
 
 
 class Replacing(Base):
@@ -103,7 +103,7 @@ def test_planning_in_parts_leaves_all_state_as_it_was(plan: Any, monkeypatch: py
     assert (model.calls, model.kept) == (plain.calls, plain.kept) == (3, [1, 2, 3])
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
-        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
 
 
 class Cycling(Base):

@@ -152,6 +152,6 @@ def test_a_state_whose_accesses_are_not_seen_is_refused() -> None:
             return self.kept.h
 
     model = Hidden(16, 16)
-    model.kept = SimpleNamespace(h=torch.zeros(8, 16))  # type: ignore[assignment]
+    model.kept = SimpleNamespace(h=torch.zeros(8, 16))
     with pytest.raises(ModelError, match=r"changes kept\.h and computes with it"):
         rematplan.plan_module(model, (X[0],), budget="200%", costs="roofline")

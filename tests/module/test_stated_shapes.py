@@ -72,7 +72,7 @@ ROWS = Dim("rows", min=1, max=9)
         (({2: ROWS},), "no dimension 2"),
         ({"input": {0: ROWS, 1: ROWS}}, "rows is 4 in dimension 0 of input and 8 in dimension 1 of input; "),
         ({"input": {0: (1, 9)}}, r"dimension 0 of input has \(1, 9\); write"),
-        ({"input": {0: Dim.AUTO(min=1, max=9)}}, "dimension 0 of input has .*; write"),  # type: ignore[operator]
+        ({"input": {0: Dim.AUTO(min=1, max=9)}}, "dimension 0 of input has .*; write"),
         ({"input": 7}, "input has 7; write"),
         ({"input": {0: 3 * ROWS}}, "has size 4 in dimension 0; dynamic_shapes allows 3 to 27 in steps of 3"),
         ({"input": {0: Dim("rows", min=5, max=9)}}, "has size 4"),
@@ -128,6 +128,6 @@ def test_the_plans_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     used = {}
     for rows in (2, 3, 2, 4):
         planned(torch.randn(rows, WIDTH))
-        used[rows] = planned._rematplan.last  # type: ignore[attr-defined]
-    kept = planned._rematplan.plans.all()  # type: ignore[attr-defined]
+        used[rows] = planned._rematplan.last
+    kept = planned._rematplan.plans.all()
     assert [one is used[2] or one is used[4] for one in kept] == [True, True]

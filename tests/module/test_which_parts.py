@@ -134,7 +134,7 @@ class Undropped(Matching):
     class Body(Base):
         dropped = 0.0
 
-        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 if not torch.rand([]) < self.dropped:
                     x = block(x)
@@ -164,7 +164,7 @@ def test_equal_layers_are_captured_once_and_told_of_in_one_line(capfd: pytest.Ca
             seeded(at)
             run(one, *batch(at))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+        assert torch.equal(p.grad, q.grad)
     first, later = planned(model).parts  # the first one's input needs no gradient
     assert first.names == ["blocks.0"]
     assert later.names == ["blocks.1", "blocks.2", "blocks.3"]
@@ -212,7 +212,7 @@ def test_a_loss_in_an_object_is_found() -> None:
             one.zero_grad()
             one(*batch(at)).loss.backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+            assert torch.equal(p.grad, q.grad)
     found = planned(model).rehearsed
     kinds = "".join(event.kind for event in found.events)
     assert kinds == "FFFFBBBB"
@@ -229,7 +229,7 @@ def test_a_module_whose_input_a_loss_outside_reads_too_is_no_part(how: str) -> N
             seeded(at)
             one.loss(*batch(at)).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad), name
     assert {name for name, _ in planned(model).rehearsed.calls} >= {"blocks.0", "blocks.2"}
     assert "; not planned: blocks.1 (it uses an input or a parameter several times" in planned(model).text()
 

@@ -52,9 +52,9 @@ class Workers:
         while len(found) < self.count and time.monotonic() < until:
             missing = {self.pipes[rank]: rank for rank in range(self.count) if rank not in found}
             for pipe in wait(list(missing), timeout=max(0.0, until - time.monotonic())):
-                rank = missing[pipe]  # type: ignore[index]
+                rank = missing[pipe]
                 try:
-                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                    found[rank] = pipe.recv()
                 except EOFError:
                     found[rank] = (False, "the process ended")
                 if not found[rank][0]:

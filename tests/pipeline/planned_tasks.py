@@ -200,13 +200,13 @@ def replicated(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """A part of the weights in each process, gathered for a step."""
-    return fully_shard(module, mesh=mesh)  # type: ignore[return-value]
+    return fully_shard(module, mesh=mesh)
 
 
 def sharded_in_bfloat16(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Sharded, with parameters that are converted when they are gathered."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[return-value]
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def run_data_parallel(

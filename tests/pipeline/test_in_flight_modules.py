@@ -75,7 +75,7 @@ def run(module: nn.Module, actions: RankActions) -> dict[int, torch.Tensor | Non
             rematplan.finish_weights(module)
         else:
             losses.pop(a.microbatch).backward()
-            gradients[a.microbatch] = inputs.pop(a.microbatch).grad.sum(0)[:1]  # type: ignore[union-attr]
+            gradients[a.microbatch] = inputs.pop(a.microbatch).grad.sum(0)[:1]
     return gradients
 
 
@@ -96,7 +96,7 @@ def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, defe
     peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
     plain_actions = tuple(a for a in with_in_flight(in_flight, None))
     expected = run(plain, plain_actions)
-    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
+    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)
     kept = rematplan.plan_stage(
         model(), (example(),), budget="100%", in_flight=in_flight, deferred=deferred, **ASKED
     )
@@ -118,7 +118,7 @@ def test_gradients_add_up_to_those_of_one_by_one() -> None:
         plain.zero_grad()
         run(plain, tuple(a for a in actions if a.kind != "W"))
         ours, theirs = ([p.grad for p in m.parameters()] for m in (planned, plain))
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_hooks_of_parameters_run_when_weight_gradients_come_later() -> None:
@@ -207,7 +207,7 @@ def test_split_layers_need_less_for_all_in_flight(deferred: int | None) -> None:
     peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
     assert sum(p.nbytes for p in plain.parameters()) + peak <= least["parts"]
     expected = run(plain, with_in_flight(2, None))
-    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)  # type: ignore[arg-type]
+    assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)
 
 
 def test_chosen_splits_fit_bytes_that_whole_layers_exceed(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +225,7 @@ def test_chosen_splits_fit_bytes_that_whole_layers_exceed(caplog: pytest.LogCapt
     peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
     assert sum(p.nbytes for p in plain.parameters()) + peak <= budget
     expected = run(plain, actions)
-    assert all(torch.equal(found[m], expected[m]) for m in expected)  # type: ignore[arg-type]
+    assert all(torch.equal(found[m], expected[m]) for m in expected)
     caplog.clear()
     rematplan.plan_stage(plain, (example(),), budget="100%", split="auto", **asked)
     assert "exist in parts only" not in caplog.text
@@ -303,7 +303,7 @@ def test_weight_gradients_that_read_the_inputs_gradient_come_with_it() -> None:
     run(planned, actions)
     run(plain, tuple(a for a in actions if a.kind != "W"))
     for ours, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def deferring(module: nn.Module, **more: Any) -> nn.Module:

@@ -65,7 +65,7 @@ def chained(layers: int = 7) -> StageChain:
 
 def search(chain: StageChain, name: str, budget: int, ranks: int = 2, **terms: object) -> PipelineSearch:
     schedule = schedule_named(name, ranks, 2 * ranks)
-    return PipelineSearch(chain, schedule, Terms(budget, **terms), Blocks())  # type: ignore[arg-type]
+    return PipelineSearch(chain, schedule, Terms(budget, **terms), Blocks())
 
 
 AMPLE = 10**9

@@ -52,7 +52,7 @@ def ranks(draw: st.DrawFn) -> tuple[tuple[Action, ...], dict[int, StagePlan]]:
     left = {key: list(order) for key, order in orders.items()}
     while left:
         key = draw(st.sampled_from(sorted(left)))
-        actions.append(Action(left[key].pop(0), *key))  # type: ignore[arg-type]
+        actions.append(Action(left[key].pop(0), *key))
         if not left[key]:
             del left[key]
         if kinds := draw(st.lists(st.sampled_from((*RECEIVES, *SENDS, *KEEPS, *DROPS)), max_size=2)):
@@ -97,7 +97,7 @@ def during(actions: Iterable[Action], plans: Iterable[StagePlan]) -> list[int]:
 
 
 def test_sent_tensors_are_gone_when_the_outputs_are_joined() -> None:
-    actions = tuple(Action(kind, 0, m) for m in range(3) for kind in "FB")  # type: ignore[arg-type]
+    actions = tuple(Action(kind, 0, m) for m in range(3) for kind in "FB")
     standing = StandingBytes(100, left=10, closing=30)
     plan = StagePlan(0, *SMALL, MessageBytes(sent=5, returned=2), standing)
     assert during(actions, [plan])[-2:] == [100 + 2 * 17 + 9, 100 + 3 * 10 + 30]
@@ -208,7 +208,7 @@ def test_a_gradient_that_one_op_computes_with_that_of_the_input_stays_from_the_f
     plan = problem.measured(no_recompute(problem.graph))
     assert (plan.held.gradients, plan.held.early_gradients) == (1007, 1000)
     rows = [[(kind, 1, m) for kind, m in (("F", 0), ("I", 0), ("F", 1), ("I", 1), ("W", 0), ("W", 1))]]
-    actions = tuple(Action(*row) for row in rows[0])  # type: ignore[arg-type]
+    actions = tuple(Action(*row) for row in rows[0])
     most = dict(
         zip(map(str, actions), during(actions, [replace(plan, standing=StandingBytes())]), strict=False)
     )

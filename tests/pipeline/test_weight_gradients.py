@@ -22,7 +22,7 @@ from rematplan.runtime.problem.loss_boundary import WEIGHTS
 def pipe(model: nn.Module, x: torch.Tensor, **more: object) -> rematplan.Pipeline:
     asked = {"schedule": "zbv", "stages": 4, "microbatches": 4, "budget": "100%", "costs": "roofline"}
     asked |= {"cuts": "parts.1,parts.2,parts.3"}
-    return rematplan.plan_pipeline(model, (x,), **asked | {"strategy": "store_all"} | more)  # type: ignore[arg-type]
+    return rematplan.plan_pipeline(model, (x,), **asked | {"strategy": "store_all"} | more)
 
 
 class Convolutions(nn.Module):
@@ -70,7 +70,7 @@ def test_a_split_backward_has_the_bits_of_a_whole_one() -> None:
     model.zero_grad()
     again = inputs[0].detach().requires_grad_()
     planned.stage.module(again).backward(tangent)
-    assert torch.equal(ours, again.grad)  # type: ignore[arg-type]
+    assert torch.equal(ours, again.grad)
     theirs = {n: p.grad for n, p in planned.stage.module.named_parameters() if p.grad is not None}
     assert gradients.keys() == theirs.keys()
     assert all(torch.equal(gradients[n], theirs[n]) for n in theirs)
@@ -118,7 +118,7 @@ def test_a_gradient_of_an_input_that_a_weights_gradient_reads_leaves_at_the_boun
     gradients = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
     model.zero_grad()
     torch.autograd.backward(planned.stage.module(*again), tangents)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, again, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, again, strict=True))
     theirs = {n: p.grad for n, p in planned.stage.module.named_parameters() if p.grad is not None}
     assert gradients.keys() == theirs.keys()
     assert all(torch.equal(gradients[n], theirs[n]) for n in theirs)

@@ -21,16 +21,16 @@ pytest.importorskip("triton.tools.tensor_descriptor")
 ROWS, WIDTH = 8, 32
 
 
-def gate(x):  # type: ignore[no-untyped-def]
+def gate(x):
     return x / (1 + tl.exp(-x))
 
 
-def gated(a_ptr, b_ptr, c_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def gated(a_ptr, b_ptr, c_ptr, stride, width: tl.constexpr):
     at = tl.program_id(0) * stride + tl.arange(0, width)
     tl.store(c_ptr + at, gate(tl.load(a_ptr + at)) * tl.load(b_ptr + at))
 
 
-def gated_backward(dc_ptr, a_ptr, b_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def gated_backward(dc_ptr, a_ptr, b_ptr, stride, width: tl.constexpr):
     a_ptr += tl.program_id(0) * stride
     b_ptr += tl.program_id(0) * stride
     columns = tl.arange(0, width)
@@ -40,7 +40,7 @@ def gated_backward(dc_ptr, a_ptr, b_ptr, stride, width: tl.constexpr):  # type: 
     tl.store(b_ptr + columns, dc * a * s)
 
 
-def doubled(x_ptr, y_ptr, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def doubled(x_ptr, y_ptr, stride, width: tl.constexpr):
     at = tl.program_id(0) * stride + tl.arange(0, width)
     tl.store(y_ptr + at, 2 * tl.load(x_ptr + at))
 
@@ -60,14 +60,14 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         c = torch.empty_like(a)
-        gated[(len(a),)](a, b, c, c.stride(0), width=a.shape[-1])  # type: ignore[index]
+        gated[(len(a),)](a, b, c, c.stride(0), width=a.shape[-1])
         ctx.save_for_backward(a, b)
         return c
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        gated_backward[(len(a),)](gradient.contiguous(), a, b, a.stride(0), width=a.shape[-1])  # type: ignore[index]
+        gated_backward[(len(a),)](gradient.contiguous(), a, b, a.stride(0), width=a.shape[-1])
         return a, b
 
 
@@ -98,7 +98,7 @@ def check_same_bits(plain: nn.Module, x: Tensor, budget: str = "min") -> None:
 def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     loss: Tensor = model(x)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return [loss.detach()]
 
 
@@ -116,13 +116,13 @@ def test_kernels_in_functions_are_planned(budget: str) -> None:
 def into_part(a: Tensor, b: Tensor) -> Tensor:
     both = torch.zeros(2, *a.shape)
     with torch.no_grad():
-        doubled[(len(a),)](a, both[1], a.stride(0), width=WIDTH)  # type: ignore[index]
+        doubled[(len(a),)](a, both[1], a.stride(0), width=WIDTH)
     return both[1] * b
 
 
 def onto_zeros(a: Tensor, b: Tensor) -> Tensor:
     c = torch.zeros_like(a)
-    doubled[(len(a) // 2,)](a.detach(), c, a.stride(0), width=WIDTH)  # type: ignore[index]
+    doubled[(len(a) // 2,)](a.detach(), c, a.stride(0), width=WIDTH)
     return c * b
 
 
@@ -133,7 +133,7 @@ class Turned(torch.autograd.Function):
     def forward(_ctx: Any, a: Tensor) -> Tensor:
         c = a.view(2, -1, WIDTH).transpose(0, 1).contiguous()
         rows = 2 * len(c) * WIDTH
-        doubled[lambda given: (rows // given["width"],)](c, c, WIDTH, width=WIDTH)  # type: ignore[index]
+        doubled[lambda given: (rows // given["width"],)](c, c, WIDTH, width=WIDTH)
         return c.transpose(0, 1).reshape(-1, WIDTH)
 
     @staticmethod
@@ -148,7 +148,7 @@ def in_a_copy(a: Tensor, b: Tensor) -> Tensor:
 
 def in_place(a: Tensor, b: Tensor) -> Tensor:
     c = (a * b).detach()
-    doubled[(len(a),)](c, c, a.stride(0), width=WIDTH)  # type: ignore[index]
+    doubled[(len(a),)](c, c, a.stride(0), width=WIDTH)
     return c * a
 
 
@@ -238,7 +238,7 @@ def test_writes_into_parts_and_into_what_is_read(gate: Callable[[Tensor, Tensor]
 def test_a_kernel_that_writes_into_a_part_of_another_argument_is_refused() -> None:
     def overlapping(a: Tensor, b: Tensor) -> Tensor:
         c = (a * b).detach()
-        doubled[(len(a) - 1,)](c[1:], c[:-1], a.stride(0), width=WIDTH)  # type: ignore[index]
+        doubled[(len(a) - 1,)](c[1:], c[:-1], a.stride(0), width=WIDTH)
         return c * a
 
     with pytest.raises(ModelError, match="doubled writes into a tensor of which another argument is a part"):
@@ -249,7 +249,7 @@ def test_tensors_in_objects_are_refused() -> None:
     def described_by_the_host(a: Tensor, b: Tensor) -> Tensor:
         c = torch.empty_like(a)
         target = triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(c, [1, WIDTH])
-        doubled[(len(a),)](a.detach(), target, a.stride(0), width=WIDTH)  # type: ignore[index]
+        doubled[(len(a),)](a.detach(), target, a.stride(0), width=WIDTH)
         return c * b
 
     with pytest.raises(ModelError, match="doubled gets a tensor inside of a TensorDescriptor"):
@@ -264,28 +264,28 @@ def test_every_size_gets_a_plan() -> None:
     )
     for rows in (8, 12, 8):
         x = torch.randn(rows, WIDTH)
-        equal_after(lambda model, x=x: trained(model, x), planned, plain)  # type: ignore[misc]
+        equal_after(lambda model, x=x: trained(model, x), planned, plain)
 
 
-def branches(x_ptr, y_ptr, z_ptr, index_ptr, n, flag: tl.constexpr):  # type: ignore[no-untyped-def]
+def branches(x_ptr, y_ptr, z_ptr, index_ptr, n, flag: tl.constexpr):
     for row in range(n):
         p = x_ptr + row if flag else y_ptr + row
         if tl.load(z_ptr + row) > 0:
             tl.atomic_add(p + tl.load(index_ptr + row), 1.0)
 
 
-def by_helper(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+def by_helper(x_ptr, y_ptr, n):
     other = doubled
     doubled(y_ptr, x_ptr, n, width=8)
     return other
 
 
-def unknown(x_ptr, y_ptr):  # type: ignore[no-untyped-def]
+def unknown(x_ptr, y_ptr):
     print(tl.load(y_ptr))
     check_same_bits(x_ptr, 1)
 
 
-def described(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+def described(x_ptr, y_ptr, n):
     source = tl.make_tensor_descriptor(x_ptr, shape=[n], strides=[1], block_shape=[8])
     target = tl.make_tensor_descriptor(y_ptr, shape=[n], strides=[1], block_shape=[8])
     target.store([0], source.load([0]))
@@ -295,12 +295,12 @@ class Target:
     """A class of values with a method that writes."""
 
 
-def by_method(x_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
-    target = Target(x_ptr, n)  # type: ignore[call-arg]
-    target.put(tl.load(y_ptr))  # type: ignore[attr-defined]
+def by_method(x_ptr, y_ptr, n):
+    target = Target(x_ptr, n)
+    target.put(tl.load(y_ptr))
 
 
-def by_alias(x_ptr, y_ptr, z_ptr):  # type: ignore[no-untyped-def]
+def by_alias(x_ptr, y_ptr, z_ptr):
     language = tl
     language.store(x_ptr, tl.load(y_ptr).to(y_ptr.dtype.element_ty))
     if y_ptr.dtype.element_ty.is_fp8():

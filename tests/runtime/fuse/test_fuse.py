@@ -160,7 +160,7 @@ class Gated(nn.Module):
         self.head = nn.Linear(width, 32 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        for gate, up, down in self.layers:  # type: ignore[misc]
+        for gate, up, down in self.layers:
             y = x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
             x = x + down(functional.silu(gate(y)) * up(y))
         return self.head(x).square().sum()

@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.compiler import config

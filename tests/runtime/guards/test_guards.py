@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 def key(tree: guards.ModuleTree, net: nn.Module) -> StateKey:
     state = tree.state(net)
-    return (state or guards.ModuleTree(net).state(net)).key  # type: ignore[union-attr]
+    return (state or guards.ModuleTree(net).state(net)).key
 
 
 def set_data(net: Net, data: Tensor) -> None:

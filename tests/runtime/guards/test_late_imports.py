@@ -44,7 +44,7 @@ def test_what_an_import_in_a_forward_registers_stays(tmp_path: Path, monkeypatch
     for name in ("late_layer", "late_activations"):
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
-    import late_layer  # type: ignore[import-not-found]
+    import late_layer
 
     torch.manual_seed(0)
     plain, x = late_layer.Net(), torch.randn(4, 8)

@@ -162,11 +162,11 @@ def a_list_of_shapes(_s: Any, x: Tensor) -> float:
 
 
 def of_a_function(_s: Any, _: Tensor) -> float:
-    of_a_function.calls += 1  # type: ignore[attr-defined]
-    return 2.0 if of_a_function.calls % 2 else 1.0  # type: ignore[attr-defined]
+    of_a_function.calls += 1
+    return 2.0 if of_a_function.calls % 2 else 1.0
 
 
-of_a_function.calls = 0  # type: ignore[attr-defined]
+of_a_function.calls = 0
 
 
 def property_(s: Any, _: Tensor) -> float:
@@ -313,10 +313,10 @@ def outside() -> tuple[Any, ...]:
 
 def reset() -> None:
     global CALLS
-    CALLS, Net.calls_of_class, of_a_function.calls = 0, 0, 0  # type: ignore[attr-defined]
+    CALLS, Net.calls_of_class, of_a_function.calls = 0, 0, 0
     SEEN.clear()
     TABLE.clear()
-    an_argument.__defaults__[0]["n"] = 0  # type: ignore[index]
+    an_argument.__defaults__[0]["n"] = 0
 
 
 def state_of(model: nn.Module) -> str:

@@ -45,7 +45,7 @@ class Remembered:
         self.values: Any = weakref.WeakKeyDictionary()
 
     def __get__(self, holder: Any, kind: Any = None) -> float:
-        return self.values.get(holder, 1.0)  # type: ignore[no-any-return]
+        return self.values.get(holder, 1.0)
 
     def __set__(self, holder: Any, value: float) -> None:
         self.values[holder] = value
@@ -155,7 +155,7 @@ def test_what_is_changed_behind_objects_counts(name: str, monkeypatch: pytest.Mo
 
 def remembering(s: Any) -> float:
     s.remembered = s.remembered + 1
-    return s.remembered  # type: ignore[no-any-return]
+    return s.remembered
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -202,14 +202,14 @@ class Alternating(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(_ctx: Any, grad: Tensor) -> Any:
         Alternating.calls += 1
         return grad * (1 + Alternating.calls % 2)
 
 
 class Counted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return Alternating.apply(super().forward(x))  # type: ignore[no-any-return]
+        return Alternating.apply(super().forward(x))
 
 
 def test_a_backward_that_changes_state_is_refused() -> None:

@@ -347,7 +347,7 @@ def test_layers_of_one_input_hold_one_sum() -> None:
     found = statistics(Three(), X.clone()).factors
     q, k, v = (found[f"{name}.weight"] for name in "qkv")
     assert q.a is k.a is v.a
-    packed = {id(found.packed(f"{name}.weight")[0][0]) for name in "qkv"}  # type: ignore[attr-defined]
+    packed = {id(found.packed(f"{name}.weight")[0][0]) for name in "qkv"}
     assert len(packed) == 1
 
 

@@ -229,7 +229,7 @@ def test_the_least_peak_grows_by_no_more_than_the_factors_and_a_chunk(name: str,
     own, planning = planned(copy.deepcopy(model), x, approx=approx)
     loss_of(own(x)).backward()
     factors = planning.statistics().factors
-    packed = {id(t): t.nbytes for name in factors for pair in factors.packed(name) for t in pair}  # type: ignore[attr-defined]
+    packed = {id(t): t.nbytes for name in factors for pair in factors.packed(name) for t in pair}
     with_statistics = least(name, approx=approx, fisher="empirical")
     assert with_statistics <= least(name) + sum(packed.values()) + CHUNK_BYTES
 
@@ -246,7 +246,7 @@ def test_earlier_micro_batches_are_within_the_budget(room: float) -> None:
         for micro in range(3):
             there = sum(p.grad.nbytes for p in own.parameters() if p.grad is not None)
             factors = planning.statistics().factors
-            tensors = [t for name in factors for pair in factors.packed(name) for t in pair]  # type: ignore[attr-defined]
+            tensors = [t for name in factors for pair in factors.packed(name) for t in pair]
             resident = there + sum({id(t): t.nbytes for t in tensors}.values())
             resident += sum(p.nbytes for p in own.parameters()) + x.nbytes
             assert bool(tensors) is bool(micro)
@@ -258,7 +258,7 @@ def test_triangles_are_packed() -> None:
     model = nn.Linear(1023, 512)
     own, planning = planned(model, torch.randn(8, 1023))
     own(torch.randn(8, 1023)).sum().backward()
-    ((a, g),) = planning.statistics().factors.packed("weight")  # type: ignore[attr-defined]
+    ((a, g),) = planning.statistics().factors.packed("weight")
     assert a.numel() <= 0.54 * 1024**2
     assert g.numel() <= 0.57 * 512**2
 
