@@ -126,9 +126,9 @@ class InPlace(HasRunner):
 
     def _without_plans(self) -> None:
         """Begin again without plans."""
-        unplanned = self._rematplan.unplanned
+        bypasses = self._rematplan.bypasses
         self._rematplan = self._rematplan.twin(with_plans=False)
-        self._rematplan.unplanned = unplanned  # its watch ends with `undo`
+        self._rematplan.bypasses = bypasses  # its watch ends with `undo`
 
     def begin(self) -> None:
         """Make this object the forward of its module."""
@@ -143,7 +143,7 @@ class InPlace(HasRunner):
         planned: InPlace = vars(model).pop(IN_PLACE)
         if planned.model is model:  # not a shallow copy
             planned.active = False
-            planned._rematplan.unplanned.end_watch()
+            planned._rematplan.bypasses.end_watch()
         own = vars(model)
         if own.get("forward") is planned:
             del own["forward"]

@@ -258,7 +258,7 @@ def deferred_backwards(planned: nn.Module) -> Deferred:
 
 def watch_backwards(planned: nn.Module) -> None:
     """Warn if a backward gives gradients to a planned module's parameters before any planned module was called."""
-    runner_of(planned).unplanned.watch(planned.parameters())
+    runner_of(planned).bypasses.watch(planned.parameters())
 
 
 def _last(planned: HasRunner) -> CacheEntry:

@@ -10,10 +10,10 @@ from typing import Any, cast
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.module.bypass_warnings import watched_methods
 from rematplan.module.forward_capture import Original
 from rematplan.module.plan_access import HasRunner, Planning
 from rematplan.module.runner import Runner
-from rematplan.module.unplanned_calls import watched_methods
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.graph.compat import disable_dynamo
 
@@ -47,7 +47,7 @@ def _new_class(kind: type[nn.Module]) -> Any:
     more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}
     try:
         ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}
-        watched = watched_methods(kind, lambda planned: planned._rematplan.unplanned)
+        watched = watched_methods(kind, lambda planned: planned._rematplan.bypasses)
         own = {"forward": _Forward(kind), "_rematplan_kind": kind}
         return type(kind.__name__, (_Planned, kind), {**more, **watched, **ours, **own})
     except TypeError as error:
@@ -134,7 +134,7 @@ class _Planned(HasRunner):
         if self._rematplan_replaced is None:
             return call()
         what = f"the function that replaced the forward of {self._rematplan.name}"
-        return self._rematplan.unplanned.tell(cast(nn.Module, self), what, call)
+        return self._rematplan.bypasses.tell(cast(nn.Module, self), what, call)
 
     def _rematplan_model(self) -> nn.Module:
         """Return the original model; this object if its class was changed since, as by a parametrisation."""

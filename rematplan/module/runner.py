@@ -15,6 +15,7 @@ import torch
 
 from rematplan.ir import ModelError, NoGradients
 from rematplan.module.budget_warnings import BudgetWarnings
+from rematplan.module.bypass_warnings import BypassWarnings
 from rematplan.module.cached_plans import CachedPlans, CacheEntry
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
@@ -22,7 +23,6 @@ from rematplan.module.existing_gradients import existing_gradients, gradient_sto
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.module.steps import Steps
-from rematplan.module.unplanned_calls import UnplannedCalls
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
@@ -76,7 +76,7 @@ class Runner:
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.warnings = BudgetWarnings(name)
-        self.unplanned = UnplannedCalls(name)
+        self.bypasses = BypassWarnings(name)
         self.untrained: deque[Hashable] = deque(maxlen=asked.max_plans)
         """The latest kinds of calls of which no output depends on a trainable parameter."""
         self.prepared: tuple[Hashable, list[torch.Size]] | None = None
@@ -94,7 +94,7 @@ class Runner:
         shared."""
         twin = copy.copy(self)
         twin.tree, twin.deferred = None, []
-        twin.unplanned, twin.untrained = UnplannedCalls(self.name), self.untrained.copy()
+        twin.bypasses, twin.untrained = BypassWarnings(self.name), self.untrained.copy()
         twin.warnings = replace(self.warnings, told={*self.warnings.told})
         if not with_plans:
             twin.untrained.clear()
@@ -122,7 +122,7 @@ class Runner:
         if state is None:
             return self._unplanned(original, args, kwargs)
         check_saved_tensors_hooks(self.name)
-        self.unplanned.begin_planned_call()
+        self.bypasses.begin_planned_call()
         call = Tracing(self.name, original, leaves, spec, state)
         if self.prepared is not None:
             self._begin_training(call)
@@ -179,7 +179,7 @@ class Runner:
         """Run the model as it is; warn if a kind of call that was taken for untrained trains after all."""
         call = partial(original.plain, args, kwargs)
         what = f"a call of {self.name}"
-        return self.unplanned.tell(original.model, what, call) if self.untrained else call()
+        return self.bypasses.tell(original.model, what, call) if self.untrained else call()
 
     def _executed(self, call: Tracing, measures: bool) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
         """Run the forward of a call's plan, which is made now if none is valid, with statistics if ``measures``. Return

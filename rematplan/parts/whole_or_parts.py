@@ -111,7 +111,7 @@ class WholeOrParts(Runner):
             return self._unplanned(original, args, kwargs)
         if self._is_whole_now(original, args, kwargs):
             return self._with_state(super().__call__, original, args, kwargs)
-        self.unplanned.begin_planned_call()
+        self.bypasses.begin_planned_call()
         if self.prepared is not None:
             self._begin_training(Tracing(self.name, original, leaves, spec, state))
         self._prepare_parts(original, args, kwargs)

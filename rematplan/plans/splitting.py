@@ -20,13 +20,13 @@ from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.split.axis_rules import rule_of
 from rematplan.runtime.split.call_emitter import part_of
-from rematplan.runtime.split.dimension_rules import SUM
 from rematplan.runtime.split.early_backward import scales_gradients
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
 from rematplan.runtime.split.row_bits import changed_rows
+from rematplan.runtime.split.rule_functions import SUM
 from rematplan.runtime.split.split_step import ROWS, bounds_of, split_regions, splittable
+from rematplan.runtime.split.split_table import rule_of
 from rematplan.runtime.split.sums_in_place import with_sums_in_place
 
 PARTS = (2, 4, 8, 16)

@@ -14,10 +14,10 @@ import torch
 
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, refs
-from rematplan.runtime.split.axis_rules import rule_of
 from rematplan.runtime.split.axis_spans import AxisSpan
-from rematplan.runtime.split.dimension_rules import LOSS
 from rematplan.runtime.split.regions import SplitRegion, StepUse
+from rematplan.runtime.split.rule_functions import LOSS
+from rematplan.runtime.split.split_table import rule_of
 
 ATEN = torch.ops.aten
 FIRST, FIRST_IF_ZERO, ANY_ONE, ALL = "first", "first, if the last argument is 0", "any one", "all"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, refs
-from rematplan.runtime.split.axis_rules import states_of
 from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
-from rematplan.runtime.split.dimension_rules import LOSS, SUM, State
+from rematplan.runtime.split.rule_functions import LOSS, SUM, State
+from rematplan.runtime.split.split_table import states_of
 
 LEAST = 1 / 256
 """A region is sought around tensors of at least this share of all bytes that ops of the step allocate."""

@@ -21,10 +21,10 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.kernel_of import kernel_of
-from rematplan.runtime.split.axis_rules import states_of
 from rematplan.runtime.split.axis_spans import AxisSpan
 from rematplan.runtime.split.regions import SplitRegion
 from rematplan.runtime.split.split_step import bounds_of
+from rematplan.runtime.split.split_table import states_of
 
 _ALIGNED = 64
 """Bytes. Operands of parts begin at the same offset from a multiple of it as in the step."""

@@ -15,12 +15,12 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, refs, substitute
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
-from rematplan.runtime.split.axis_rules import RESHAPES, rule_of, states_of
 from rematplan.runtime.split.axis_spans import AxisSpan
 from rematplan.runtime.split.call_emitter import CannotSplit
-from rematplan.runtime.split.dimension_rules import LOSS, SUM, DimensionRule, State
 from rematplan.runtime.split.early_backward import early_backward
 from rematplan.runtime.split.regions import SplitRegion, StepUse
+from rematplan.runtime.split.rule_functions import LOSS, SUM, DimensionRule, State
+from rematplan.runtime.split.split_table import RESHAPES, rule_of, states_of
 from rematplan.runtime.split.sum_emitter import Part, SumEmitter
 
 ATEN = torch.ops.aten

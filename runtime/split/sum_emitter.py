@@ -9,8 +9,8 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
-from rematplan.runtime.split.dimension_rules import Mean
 from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.rule_functions import Mean
 
 ATEN = torch.ops.aten
 HALF = frozenset({torch.float16, torch.bfloat16})

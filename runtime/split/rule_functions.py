@@ -1,4 +1,5 @@
-"""Rules for how the dimensions of an op's tensors belong together: their form, and those of general ops."""
+"""The functions of the table of split rules: their form, and those for general ops. Each says how the dimensions of an
+op's tensors belong together."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensorMode
-from rematplan.runtime.split.axis_rules import RULES, states_of
 from rematplan.runtime.split.axis_spans import AxisSpan, axes_of
-from rematplan.runtime.split.dimension_rules import LOSS, SUM
 from rematplan.runtime.split.regions import SplitRegion
+from rematplan.runtime.split.rule_functions import LOSS, SUM
 from rematplan.runtime.split.split_step import CannotSplit, split_regions
+from rematplan.runtime.split.split_table import RULES, states_of
 
 A = torch.ops.aten
 FAKES = FakeTensorMode()

@@ -40,7 +40,7 @@ _planned_calls = 0
 
 
 @dataclass
-class UnplannedCalls:
+class BypassWarnings:
     """The warnings that one planned module has given, and its watch for backwards. ``name``: the model's name."""
 
     name: str
@@ -101,15 +101,15 @@ class UnplannedCalls:
         return result
 
 
-def watched_methods(kind: type[nn.Module], calls: Callable[[Any], UnplannedCalls]) -> dict[str, Any]:
-    """Return the methods of a model's class, by name, as `UnplannedCalls.tell` calls them, without special ones and
-    those of `nn.Module`. ``calls``: returns the `UnplannedCalls` of a planned module."""
+def watched_methods(kind: type[nn.Module], calls: Callable[[Any], BypassWarnings]) -> dict[str, Any]:
+    """Return the methods of a model's class, by name, as `BypassWarnings.tell` calls them, without special ones and
+    those of `nn.Module`. ``calls``: returns the `BypassWarnings` of a planned module."""
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}
 
 
-def _watched(kind: Any, method: FunctionType, calls: Callable[[Any], UnplannedCalls]) -> Any:
+def _watched(kind: Any, method: FunctionType, calls: Callable[[Any], BypassWarnings]) -> Any:
     @functools.wraps(method)
     @disable_dynamo
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:

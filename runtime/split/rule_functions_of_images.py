@@ -1,8 +1,8 @@
-"""How the dimensions of images belong together in convolutions and norms."""
+"""The functions of the table of split rules for convolutions and norms of images."""
 
 from __future__ import annotations
 
-from rematplan.runtime.split.dimension_rules import SUM, DimensionRule, Labels, Rule, Shaped
+from rematplan.runtime.split.rule_functions import SUM, DimensionRule, Labels, Rule, Shaped
 
 
 def _fixed_in_convolution(one: Shaped, weight: str, at: int) -> frozenset[int | str]:

@@ -1,4 +1,4 @@
-"""How the dimensions of a loss's tensors belong together."""
+"""The functions of the table of split rules for losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from rematplan.runtime.graph.captured_step import Ref
-from rematplan.runtime.split.dimension_rules import (
+from rematplan.runtime.split.rule_functions import (
     LOSS,
     SUM,
     DimensionRule,

@@ -13,7 +13,7 @@ from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.split.axis_spans import AxisSpan, through_view, trimmed
-from rematplan.runtime.split.dimension_rules import (
+from rematplan.runtime.split.rule_functions import (
     ATEN,
     SUM,
     DimensionRule,
@@ -39,8 +39,8 @@ from rematplan.runtime.split.dimension_rules import (
     squeezed,
     swapped,
 )
-from rematplan.runtime.split.image_rules import convolution, convolution_backward, group_norm
-from rematplan.runtime.split.loss_rules import class_loss, class_loss_backward, element_loss
+from rematplan.runtime.split.rule_functions_of_images import convolution, convolution_backward, group_norm
+from rematplan.runtime.split.rule_functions_of_losses import class_loss, class_loss_backward, element_loss
 
 RULES: Mapping[Any, Rule] = {
     ATEN._to_copy: pointwise,
