@@ -19,12 +19,9 @@ from rematplan.planner.core.schedule import runs_of
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """The constants of `polished`, measured on GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of size and
-    budget.
-
-    Plans within a point of a new search's overhead: 28 after tidying, 32 after four anneals of 0.1 s, 33
-    after four of 0.4 s.
-    """
+    """The constants of `polished`, measured on GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of size and budget. Plans
+    were within one point of a new search's overhead for 28 pairs after tidying, for 32 after four anneals of 0.1 s, for
+    all after four of 0.4 s."""
 
     tidied: int = 12
     """The largest number of plans from which needless recomputations are removed. They are the cheapest that fit the
@@ -86,9 +83,8 @@ def polished(
 
 
 def _cool(annealer: Annealer, hot: float, seconds: float, moves: int) -> None:
-    """Anneal the loaded sequence from ``hot`` to `AdaptOptions.last_heat`, with ``moves`` moves, or for
-    ``seconds`` if that is 0.
-    """
+    """Anneal the loaded sequence from the temperature ``hot`` to `AdaptOptions.last_heat`, with ``moves`` moves, or for
+    ``seconds`` CPU seconds if ``moves`` is 0."""
     cold, slices = ADAPT.last_heat, ADAPT.slices
     done, count = 0.0, max(1, moves // slices) if moves else 1000
     began = time.thread_time()

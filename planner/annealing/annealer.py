@@ -76,8 +76,8 @@ class Annealer:
         value[PRICE] = price or 20.0 / (max(1.0, value[BUDGET]) * max(1, len(self.ops)))
 
     def accepts(self, runs: Sequence[str]) -> bool:
-        """Return whether `load` can start from ``runs``: they have all ops that must run, first runs are in the
-        required order, and what is read and the outputs are written before. Names that `load` leaves out are
+        """Return whether `load` can start from ``runs``. All ops that must run must be there, first runs in the
+        required order, each tensor written before it is read, and all outputs written. Names that `load` leaves out are
         ignored."""
         first: dict[str, int] = {}
         for at, name in enumerate(runs):
@@ -90,9 +90,8 @@ class Annealer:
         )
 
     def _is_served(self, runs: Sequence[str]) -> bool:
-        """Return whether each run reads inputs and earlier results, and outputs are written. Names that
-        `load` leaves out are ignored.
-        """
+        """Return whether each of ``runs`` reads only inputs and results of earlier runs, and all outputs are written.
+        Names that `load` leaves out are ignored."""
         made = set(self.graph.inputs)
         for name in runs:
             if name in self.number:
@@ -130,11 +129,8 @@ class Annealer:
         self.state.value[PRICE] = self.state.value[CEILING] = price
 
     def tidied(self, runs: Sequence[str], budget: int) -> list[str]:
-        """Return ``runs`` without those that can be removed within ``budget`` bytes, and make it the current
-        sequence.
-
-        Over the budget, only ops that cannot be useful are left out.
-        """
+        """Return ``runs`` without those that can be removed within ``budget`` bytes, and make the result the current
+        sequence. If ``runs`` exceed the budget, only names that `load` does not know are left out."""
         self.load(runs, budget)
         tidy(self.problem, self.state, self._by_cost)
         return self.current()
@@ -223,10 +219,8 @@ def compile_annealer() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """Return the annealer's arrays for op indices, spread evenly over about 1.5 times as many slots.
-
-    The last index is the virtual op that reads outputs. ``budget``: in the annealer's units.
-    """
+    """Return the annealer's arrays for a sequence of op indices, spread evenly over about 1.5 times as many slots. The
+    last index is the virtual op that reads outputs. ``budget``: in the annealer's units."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)

@@ -26,12 +26,9 @@ class Ordering(NamedTuple):
 
 @dataclass(frozen=True)
 class CoolingSchedule:
-    """The constants of a search by simulated annealing. Fields without a measurement were chosen by trial,
-    without records.
-
-    Temperatures are in percent of the base cost, lengths in shortest rounds. A price of 1: a mean tensor over
-    the budget at one run costs a mean run.
-    """
+    """The constants of a search by simulated annealing. Fields for which no measurement is stated were tuned by hand.
+    Temperatures are in percent of the base cost, lengths in shortest rounds. A price of 1: a mean tensor over the
+    budget at one run costs a mean run."""
 
     reorders: bool
     """Whether the search looks for a good order of the ops. It does so only for problems without phases, because the
@@ -104,12 +101,9 @@ class CoolingSchedule:
     """Without phases: the smallest number of ops for which a second thread is used."""
 
     def hot(self, ops: int) -> float:
-        """Return a hot round's first temperature for ``ops`` ops, in percent of the base cost: 30 ÷ ``ops``, about a
-        third of a mean op.
-
-        It is at least 0.1 without phases and 0.3 with phases. With phases, it is 0.1 from 600 ops on and 0.01 from 4000
-        on, because there is no time to cool.
-        """
+        """Return a hot round's first temperature for ``ops`` ops, in percent of the base cost. It is 30 ÷ ``ops``,
+        about a third of a mean op, and at least 0.1 if `reorders`, else 0.3. Unless `reorders`, it is 0.1 from 600 ops
+        on and 0.01 from 4000 on, because there is no time to cool."""
         if self.reorders:
             return max(0.1, 30.0 / max(ops, 1))
         return max(0.3, 30.0 / max(ops, 1)) if ops < 600 else 0.1 if ops < 4000 else 0.01

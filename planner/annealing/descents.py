@@ -19,7 +19,8 @@ LAST_HEAT = WITH_PHASES.last_heat
 
 @dataclass(frozen=True)
 class DescentOptions:
-    """The constants of descents, chosen by trial without records. Temperatures are in percent of the base cost."""
+    """The constants of descents, tuned by hand; no measurements were kept. Temperatures are in percent of the base
+    cost."""
 
     first_step: float = 0.08
     """The share of the peak, without inputs, by which the first step aims to lower the peak."""
@@ -65,8 +66,8 @@ class Descent:
     options: DescentOptions = DESCENTS
 
     def run(self, start: Plan, effort: Effort, until: float, enough: int = 0) -> None:
-        """Lower the peak until it is at most the budget or ``enough`` bytes, steps are too small, or ``until`` of the
-        effort is spent. Plans found go to ``offer``."""
+        """Lower the peak of ``start`` until it is at most the budget or ``enough`` bytes, steps are too small, or
+        ``effort.spent()`` reaches ``until``. Plans found go to ``offer``."""
         annealer, options, plan = self.annealer, self.options, start
         step, patience = options.first_step, options.patience[0] * self.ops + options.patience[1]
         # The price is kept between steps. From a low price, annealing would leave the start before the price is high
@@ -96,8 +97,8 @@ class Descent:
         return max(1.0, math.log(high / low) / -math.log1p(-step))
 
     def _cheapen(self, effort: Effort, until: float, steps: float) -> None:
-        """Lower the cost of the sequence just found within the same budget, at most until ``until`` of the effort is
-        spent. ``steps``: how many are still to come, this one included."""
+        """Lower the cost of the sequence just found within the same budget, at most until ``effort.spent()`` reaches
+        ``until``. ``steps``: how many steps of the descent are still to come, this one included."""
         options, left = self.options, max(0.0, until - effort.spent())
         share = options.cleaning_share * left / steps if left < math.inf else 0.0
         moves = max(options.cleaning_moves * self.ops, int(share * effort.rate))

@@ -172,8 +172,8 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
-    """Remove the run ``node``. Runs that read from it then read from the latest earlier run that writes the tensor; if
-    there are such runs, it must exist."""
+    """Remove the run ``node``. Runs that read a tensor from it then read it from the latest earlier run that writes the
+    tensor, which must exist if there are such readers."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)

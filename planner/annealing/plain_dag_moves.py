@@ -125,9 +125,8 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """Keep inputs of ``op`` at ``slot`` resident longer, and remove later runs that recompute them, if that
-    is cheaper.
-    """
+    """For each input of ``op``, which runs at ``slot``: if `removal` estimates that this lowers the energy, hold the
+    input until the next run that recomputes it, and remove that run. Nothing is removed while log lines are short."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -175,11 +174,9 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Return the op, of a few tensors unused at ``slot``, whose recomputation saves the most energy, and the run before
-    which to run it.
-
-    Both are -1 if every op raises the energy by ``allowed`` or more, or no unused tensor is found.
-    """
+    """Return the op whose recomputation saves the most energy, of those that wrote a few random tensors unused at
+    ``slot``, and the run before which to run it. Both are -1 if every op raises the energy by ``allowed`` or more, or
+    no unused tensor is found."""
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)
@@ -199,11 +196,9 @@ def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int
 
 @inner
 def drop_with_siblings(P: Problem, S: State, slot: int, allowed: float) -> bool:
-    """Free a tensor that is unused at ``slot`` and recompute it later, at random with others that this makes
-    cheap. Return False if that fails.
-
-    ``allowed``: the largest increase of the energy.
-    """
+    """Free a tensor that is unused at ``slot`` and recompute it later; at random, treat others likewise that this makes
+    cheap (`drop_siblings`), and hold inputs longer (`hold_inputs`). Return False, without a change, if no tensor can be
+    freed. ``allowed``: the largest increase of the energy."""
     if slot + 1 >= S.at.size or P.size.size == 0:
         return False
     op, place = best_drop(P, S, slot, allowed)

@@ -29,8 +29,8 @@ class Recipes:
 
 
 def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
-    """Return the ops and inverses that may be useful. With ``keep_order``, all needed ops must run, and inverses read
-    only inputs and results of needed ops."""
+    """Return the ops and inverses that may be useful. Those of `must_run` must run; all needed ops must if no inverse
+    is useful or ``keep_order`` is set. With ``keep_order``, inverses read only inputs and results of needed ops."""
     base = needed_ops(graph)
     inverses = _useful_inverses(graph, base, keep_order) if graph.inverses else []
     if not inverses:
@@ -48,11 +48,9 @@ def recipes(graph: TrainingGraph, keep_order: bool = False) -> Recipes:
 
 
 def _useful_inverses(graph: TrainingGraph, base: Sequence[Op], keep_order: bool) -> list[Op]:
-    """Return the inverses that an output, a needed op (``base``) or another useful inverse needs, without those of
-    their writes that they also read. Inverses that write inputs are left out.
-
-    With ``keep_order``, so are inverses that read anything other than inputs and results of ``base``.
-    """
+    """Return the inverses that an output, a needed op (``base``) or another useful inverse needs; what an inverse reads
+    is removed from its writes. Inverses that write inputs are left out. With ``keep_order``, so are inverses that read
+    anything other than inputs and results of ``base``."""
     inputs = set(graph.inputs)
     known = inputs | {t for op in base for t in op.writes}
     waiting = [

@@ -144,9 +144,8 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
 
 @inner
 def supply(P: Problem, S: State, op: int, slot: int) -> float:
-    """Return an estimate of the cost of inputs of ``op`` at ``slot``, each held or recomputed; those never
-    written count 0.
-    """
+    """Return an estimate of the cost of providing the inputs of ``op`` at ``slot``: for each, the smaller cost of
+    holding and of recomputing it. Inputs that are not written before count 0."""
     total = 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
@@ -233,8 +232,8 @@ def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Insert runs of the first ``length`` ops of ``S.chain`` just before the run ``reader``, and remove runs that
-    nothing reads. ``S.chain`` then has the nodes of the new runs."""
+    """Insert runs of the first ``length`` ops of ``S.chain`` just before the run ``reader``, and remove earlier runs of
+    what they write that nothing reads any more. ``S.chain`` then has the nodes of the new runs."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):

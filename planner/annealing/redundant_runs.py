@@ -10,11 +10,8 @@ from rematplan.planner.caches.numba_kernels import kernel
 
 @kernel
 def tidy(P: Problem, S: State, order: Ints) -> None:
-    """Remove runs, with what only they read, whose removal keeps the sequence valid and within budget; over
-    budget, none.
-
-    Ops are tried in ``order`` until nothing changes.
-    """
+    """Remove runs, with the runs whose results only they read, as long as the sequence stays valid and within the
+    budget. Ops are tried in ``order`` until nothing changes. A sequence over the budget is not changed."""
     if S.value[PENALTY] >= HALF:
         return
     removed = True

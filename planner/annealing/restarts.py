@@ -197,11 +197,8 @@ class Search:
         self.ended_early = stale >= schedule.patience
 
     def _round(self, k: int, length: float, effort: Effort) -> None:
-        """Run round ``k`` for ``length`` of ``effort``: hot if ``k`` is even or no plan fits, else reheated.
-        Descents may follow.
-
-        A sequence that ``suggest`` returns is annealed first, or instead if ``k`` is even.
-        """
+        """Run round ``k`` for ``length`` seconds or moves: hot if ``k`` is even or no plan fits, else reheated.
+        Descents may follow. A sequence that ``suggest`` returns is annealed first, or instead if ``k`` is even."""
         annealer, before, schedule = self.annealer, self.best, self.schedule
         hot = schedule.hot(len(self.base))
         if near := self._suggested(k):
@@ -228,8 +225,9 @@ class Search:
                 self.descend(effort, until, from_base=True)
 
     def _cool_from_start(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded sequence from ``hot``, for ``length`` of ``effort``. First its order is changed if
-        `looks_for_order`, and the price is raised slowly if `is_gentle`."""
+        """Anneal the loaded sequence in round ``k`` for ``length`` seconds or moves, from temperature ``hot`` (percent
+        of the base cost). First change its order if `CoolingSchedule.looks_for_order`, and raise the price slowly if
+        `CoolingSchedule.is_gentle`. Update ``reached``."""
         schedule = self.schedule
         orders = schedule.looks_for_order(k, self.reached[True], self.reached[False])
         if orders:
@@ -242,8 +240,9 @@ class Search:
         self.reached[orders] = min(self.reached[orders], ended)
 
     def _reheat(self, k: int, hot: float, length: float, effort: Effort) -> None:
-        """Anneal the loaded best sequence in round ``k``, for ``length`` of ``effort``, from a share of ``hot``.
-        Without phases, every other reheated round first changes its order, then begins at ``hot``."""
+        """Anneal the loaded best sequence in round ``k`` for ``length`` seconds or moves, from a share of the
+        temperature ``hot``. Without phases, every other reheated round first changes the sequence's order, then begins
+        at ``hot``."""
         schedule = self.schedule
         shaken = schedule.reorders and k % 4 == 1
         if shaken:
@@ -254,9 +253,8 @@ class Search:
         self._stage(ALL_MOVES, heat, length, effort, price)
 
     def _raise_price_slowly(self, hot: float, length: float, effort: Effort) -> float:
-        """Raise the price of bytes over the budget slowly at ``hot``, until the sequence fits or a share of
-        ``length`` is over. Return what was spent.
-        """
+        """Raise the price of bytes over the budget slowly at the temperature ``hot``, until the sequence fits or a
+        share of ``length`` (seconds or moves) is over. Record a better plan, and return the seconds or moves spent."""
         annealer, schedule = self.annealer, self.schedule
         began, rising = effort.spent(), schedule.rising_share * length
         until = began + rising
@@ -282,9 +280,8 @@ class Search:
         return near if near and self.annealer.accepts(near) else ()
 
     def _reorder(self, ordering: Ordering, share: float, length: float, effort: Effort) -> None:
-        """Change the order of the current runs alone, for a budget of ``share`` times the search's. It takes
-        ``ordering.share`` of ``length``.
-        """
+        """Change only the order of the current runs, for a budget of ``share`` times the search's, which then applies
+        again. This takes ``ordering.share`` of ``length`` (seconds or moves)."""
         annealer, price = self.annealer, 1.0 / self.annealer.mean_size
         annealer.load(annealer.current(), int(share * self.budget), price)
         moves = ordering.share * length

@@ -36,9 +36,9 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 
 class AutoSession:
-    """The planning of one problem within one budget (bytes) by the strategy ``auto``. ``known`` has all plans
-    known so far.
-    """
+    """The planning of one problem within one budget (bytes) by the strategy ``auto``. ``starts``: plans of the
+    strategy's caller. ``known``: further ones; the attribute has all plans known so far. ``effort``: replaces the
+    limits of ``options`` in one of many short searches, without block strategies."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class AutoSession:
         )
 
     def plan(self) -> Plan:
-        """Search for plans within the time limit. Return the cheapest plan that fits the budget, with a proven lower
-        bound of the overhead; `InfeasibleBudget`, after a search for the smallest peak, if none is found."""
+        """Return the cheapest plan found that fits the budget, with a proven lower bound of the overhead. If none is
+        found, search for the smallest peak and raise `InfeasibleBudget`. An interrupt before any plan fits is raised
+        again."""
         if (found := self.find()) is not None:
             return found
         known: Known = "proven" if self.bound.best.unreachable else "searched"
@@ -112,9 +113,8 @@ class AutoSession:
         return with_bound(replace(self.best, budget=self.budget), self.bound.best.overhead)
 
     def take(self, plans: Sequence[Plan]) -> None:
-        """Add plans to the known ones, and tell the search for a bound the best overhead. Plans in a
-        forbidden order are ignored.
-        """
+        """Add plans to the known ones, and tell the search for a bound the best overhead. Plans whose order
+        ``keep_order`` forbids are ignored."""
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
@@ -160,9 +160,10 @@ class AutoSession:
         return Effort(max(share, SHARES.blocks_least - spent, 0.0))
 
     def gather(self) -> None:
-        """Collect plans to anneal from: of a minimum cut; if none fits, of `nested_dp`, eviction and the smallest
-        peak's search; at last of block strategies. With ``brief``, only a cut and eviction are tried. It ends early if
-        `finished`, or if the problem is vast and the cut's plan near the bound."""
+        """Collect plans to anneal from: a minimum cut's, then block strategies'. While no plan fits, those of
+        `nested_dp`, of eviction and of the search for the smallest peak come between. With ``brief``, only a cut and
+        eviction are tried. A short annealing may precede the block strategies. Ends early if `finished`, or if the
+        problem has more than `VAST` ops and the cut's plan is near the bound."""
         near = self.take_cut_plan()
         if len(self.graph.ops) > VAST and near:
             return
@@ -205,8 +206,8 @@ class AutoSession:
         self.interrupted = interrupted is not None
 
     def take_cut_plan(self) -> bool:
-        """Add the plan of a minimum cut at the loss, if one is found that fits. Return whether there is one whose
-        overhead is within `TimeShares.near` of the bound."""
+        """Add the plan of a minimum cut at the loss, if one is found. Return whether its overhead is at most
+        `TimeShares.near` above the lower bound; False without a plan."""
         graph, bound = self.plain, self.bound
         if graph is not self.graph:
             bound = BoundSearch(graph, self.budget)
@@ -247,11 +248,9 @@ class AutoSession:
         return True
 
     def search(self) -> None:
-        """Improve the known plans by annealing variants of the problem, as far as there are any: without inverses, with
-        inferred phases, as stated.
-
-        If the last annealing gives up early, wait for the search for a bound.
-        """
+        """Anneal up to three variants of the problem until `finished`: without inverses, with inferred phases, and as
+        given if no phases are stated. The first is skipped if there are no inverses or the best plan is one of the
+        caller's. If the last annealing ends early, the search for a bound gets the effort left."""
         begun = self.best is not None and self.best in self.starts
         plain = self.graph.inverses and not begun
         # Without phases, ops may be reordered.
@@ -274,9 +273,9 @@ class AutoSession:
         )
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
-        """Anneal from the known plans, for ``amount`` of the effort, and take the best found. Return whether the search
-        gave up early. An interrupt sets ``interrupted``, or is raised again if this search has no plan that fits.
-        ``alone``: without a second thread."""
+        """Anneal ``graph`` for ``amount`` (seconds or moves) from the known plans of least cost and of smallest peak,
+        and take the plans found. Return whether the search gave up early. An interrupt sets ``interrupted``, or is
+        raised again if this search has no plan that fits. ``alone``: without a second thread."""
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:
@@ -304,9 +303,8 @@ class AutoSession:
     def second_annealing(
         self, other: Search, starts: Sequence[Sequence[str]], effort: Effort
     ) -> AbstractContextManager[object]:
-        """Return a context in which a second annealing runs in a thread; nothing with too few cores or
-        without phases.
-        """
+        """Return a context in which a second annealing runs in a thread. The context does nothing with too few cores,
+        with counted moves or without phases."""
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()
         return SecondSearch(other, self.proof, effort.left, starts)

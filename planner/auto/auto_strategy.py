@@ -104,11 +104,9 @@ class Auto(Strategy):
     def improved(
         self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
     ) -> Plan | None:
-        """Return the cheapest plan found within ``budget`` bytes and ``effort``, in place of the limits of this
-        strategy, or None.
-
-        ``starts`` have the plans of block strategies, which are not run again; nor is the smallest peak searched for.
-        """
+        """Return the cheapest plan found within ``budget`` bytes; None if none fits. ``effort`` replaces the limits of
+        this strategy. ``starts`` have the plans of block strategies, which are not run again; nor is the smallest peak
+        searched for."""
         compile_kernels(silent)
         options = replace(self._options, moves=effort.moves)
         return AutoSession(options, graph, budget, silent, starts, effort=effort).find()

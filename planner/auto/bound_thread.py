@@ -16,11 +16,10 @@ later."""
 
 
 class Proof:
-    """A context in which a thread searches for a lower bound of the overhead. The thread's exception is raised at the
-    end of the block, unless the block raises one.
-
-    With counted moves the block begins after the search. The block must update ``overhead``.
-    """
+    """A context in which a thread searches for a lower bound of the overhead. The block must keep ``overhead`` at its
+    best plan's overhead. The search ends with the block, or once its bound is at most ``gap`` below ``overhead``. With
+    counted moves the block begins after the search. The thread's exception is raised at the end of the block, unless
+    the block raises one."""
 
     def __init__(self, bound: BoundSearch, effort: Effort, gap: float = 0.0) -> None:
         # The search ends if its bound is at most ``gap`` below ``overhead``.

@@ -21,7 +21,7 @@ GROUPS = 48
 
 
 class Passes(NamedTuple):
-    """Outputs by pass, the last made in the first."""
+    """A division of a step's outputs into passes. The first pass computes the outputs that are written last."""
 
     peak: int
     """Bytes, without inputs, that are needed if the backward's results stay and the forward's do not."""
@@ -32,9 +32,9 @@ class Passes(NamedTuple):
 def passes_of(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
 ) -> list[Passes]:
-    """Return the passes of least peak, for each number of passes from 1 to `MOST_PASSES`, while more lower the peak.
-    Tensors are numbers in the order in which they are written. ``reads``: by op. ``sizes``: bytes by tensor.
-    ``outputs``: ascending."""
+    """For each number of passes, from 1 up to `MOST_PASSES` while more passes lower the peak, return those with the
+    least peak. Tensors are numbers in the order in which they are written. ``reads``: tensors by op. ``sizes``: bytes
+    by tensor. ``outputs``: ascending."""
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
     grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)

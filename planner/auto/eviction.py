@@ -25,10 +25,8 @@ forward stays: Res2Net-50 got to 1.41 instead of 1.62 times its largest working 
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """The constants of `lower_by_eviction`, chosen by trial without records.
-
-    A target is the smallest peak so far, minus a share of its distance to the least possible one.
-    """
+    """The constants of `lower_by_eviction`, tuned by hand; no measurements were kept. A target is the smallest peak so
+    far, minus a share of its distance to the least possible one."""
 
     tries: int = 6
     """After so many failed simulations, the share is halved: the next target is nearer to the smallest peak so far."""

@@ -24,8 +24,7 @@ from rematplan.planner.strategies.anneal import Anneal
 
 @dataclass(frozen=True)
 class MinBudgetOptions:
-    """The constants of planning for the budgets ``min`` and ``least``. They were chosen by trial; single measurements
-    were not recorded."""
+    """The constants of planning for the budgets ``min`` and ``least``, tuned by hand; no measurements were kept."""
 
     slack: float = 0.01
     """By how much a plan for the budget ``min`` may exceed the smallest peak found, as a share of that peak. At the
@@ -60,10 +59,10 @@ def cheapest_near_smallest_peak(
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
-    """Search for the smallest peak in at most half of the time, and return the cheapest plan found with a peak up to
-    ``1 + slack`` times it. If an interrupt ends it before the last search, return the plan of the smallest peak.
-    ``moves``: replaces the time if not 0. ``cheapest``: makes the strategy of the last search from the seconds left;
-    None: `Auto`."""
+    """Search for the smallest peak in at most half of the time. Return the cheapest plan found with a peak up to ``1 +
+    slack`` times the smallest, or the plan of the smallest peak if an interrupt ends it before the last search.
+    ``moves``: if not 0, they replace ``time_limit`` (seconds), and `Anneal` makes the last search. ``cheapest``:
+    otherwise makes the strategy of the last search from the seconds left; None: `Auto`."""
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)
     marked = infer_phases(graph)
@@ -114,8 +113,9 @@ def _plans_above(
     seed: int,
     keep_order: bool,
 ) -> tuple[list[Plan], BaseException | None]:
-    """Return plans at larger peaks than that of the last plan in ``known``, and what interrupted their search, or
-    None. ``stated``, ``marked``: the problem as stated, and with inferred phases."""
+    """Return plans to start from, and what interrupted their search, or None. The plans are block plans with small
+    peaks, unless ``keep_order`` is set, and plans at peaks above that of the last plan in ``known``. ``stated``,
+    ``marked``: the problem as stated, and with inferred phases."""
     found: list[Plan] = []
     if not keep_order:  # block plans need not keep the order
         part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)

@@ -55,10 +55,9 @@ class RefusalSearch:
 
     def lower(self, proven: bool) -> None:
         """Search for the smallest peak after no plan was found that fits, and add the plans found to the known ones.
-
         ``proven``: whether it is proven that none fits. If not, the effort left is spent. If so, small problems spend
-        as much as for ``min``, and large ones half of the time limit, in longer and longer rounds.
-        """
+        as much as for ``min``. Large ones spend up to half of the time limit, in longer and longer rounds until one
+        gains little."""
         if self.small or not proven:
             self.lower_for(self.effort_of_min if proven else self.effort.part(self.effort.left))
             return

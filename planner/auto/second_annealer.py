@@ -14,7 +14,8 @@ SHORTEST = 1.0
 
 
 class SecondSearch:
-    """A context in which a thread waits for the search for a bound, then anneals until the block ends."""
+    """A context in which a thread waits for the search for a bound, then anneals until the block ends. It does not
+    anneal if at most `SHORTEST` seconds are left then."""
 
     def __init__(self, search: Search, proof: Proof, seconds: float, starts: Sequence[Sequence[str]]) -> None:
         # ``seconds``: CPU seconds of the bound and the annealing together.

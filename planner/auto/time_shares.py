@@ -10,10 +10,9 @@ from rematplan.planner.core.effort import Effort
 
 @dataclass(frozen=True)
 class TimeShares:
-    """How ``auto`` divides its time limit: shares from 0 to 1, unless a field states another unit.
-
-    Chosen by trial on the networks of benchmarks/planner_gaps.py, 5 to 60 seconds, without records.
-    """
+    """How ``auto`` divides its time limit: shares from 0 to 1, unless a field states another unit. The values were
+    tuned by hand on the networks of benchmarks/planner_gaps.py, with time limits of 5 to 60 seconds. No measurements
+    were kept."""
 
     cut: float = 0.3
     """The plan that is made from a minimum cut at the loss must be found before this share is spent."""

@@ -114,8 +114,8 @@ class _Groups:
                 self.succs[p].add(o)
 
     def merge_sources(self) -> bool:
-        """Join each group that has no predecessors and at most `SIDE` ops with its earliest consumer, except the group
-        with the most descendants. Return whether any were joined."""
+        """Join each group that has no predecessors and at most `SIDE` ops to its earliest consumer. The group with the
+        most descendants stays, as do groups without consumers. Return whether any were joined."""
         sources = [g for g in sorted(self.members) if not self.preds[g]]
         reach = self._reach(self.succs, sorted(self.members, reverse=True))
         # The group with the most descendants.
@@ -128,8 +128,9 @@ class _Groups:
         return merged
 
     def merge_sinks(self) -> bool:
-        """Join each group that no other group reads with its latest predecessor, and return whether any were joined.
-        The group with the most ancestors stays, as do groups of more than `SIDE` ops that the backward half reads."""
+        """Join each group that no group reads to its latest predecessor; one without predecessors joins the group with
+        the most ancestors. That group stays, as do groups of more than `SIDE` ops that the backward half reads. Return
+        whether any were joined."""
         sinks = [g for g in sorted(self.members) if not self.succs[g]]
         reach = self._reach(self.preds, sorted(self.members))
         # The group with the most ancestors.

@@ -167,8 +167,9 @@ def solve(units: Units, alike: Intervals) -> Table:
 
 @kernel
 def _fill(u: Units, alike: Intervals) -> Floats:
-    """Return the table of costs: for each interval, shorter ones first, the least over saving its first block and
-    passing to each later one."""
+    """Return `Table.cost`: by interval, shorter ones first, and by number of units. Each entry is the least cost of
+    saving the interval's first block, or of a pass to any later block at which one may end; infinite if the units are
+    too few."""
     table = np.full((len(alike.first), u.room + 1), np.inf, dtype=np.float32)
     for row in range(len(table)):
         i, j = alike.first[row]

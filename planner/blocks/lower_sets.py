@@ -99,8 +99,8 @@ def blocks_of(chain: Sequence[int]) -> list[int]:
 
 
 def cut_points(view: ForwardGraph) -> tuple[int, ...]:
-    """Return a chain of lower sets, without ∅ and all nodes, such that later nodes read one node alone of each set. It
-    may be empty."""
+    """Return a chain of lower sets, without ∅ and all nodes. Of each set, the nodes outside of it read exactly one
+    node. The chain may be empty."""
     read_after = [0] * len(view)  # what the nodes that come after v read
     for v in reversed(range(len(view))):
         for u in bits(view.before[v]):

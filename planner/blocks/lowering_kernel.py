@@ -57,11 +57,9 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 @kernel
 def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
-    """Return the stage of each backward op: the smallest block that it waits for. Backward ops run by falling stage;
-    the entries of forward ops mean nothing.
-
-    An op that waits for no block has the largest stage of its dependents.
-    """
+    """Return the stage of each backward op: the smallest block whose freed results it needs, directly or through
+    earlier backward ops. An op that needs none has the largest stage of its dependents. Backward ops run by falling
+    stage; the entries of forward ops mean nothing."""
     forward, producer = traffic.forward, traffic.producer
     free = len(forward)  # the stage of an op that waits for no block
     stage = np.full(free, free, dtype=np.int64)

@@ -76,7 +76,8 @@ def in_line(order: Precedence, cuts: Sequence[int]) -> list[int]:
 
 def cut_candidates(graph: TrainingGraph, line: Sequence[tuple[int, int]], most: int) -> list[int]:
     """Return positions of at most ``most`` ops of ``line`` to cut at: the one with the most bytes, then by
-    `prominence`, none next to another. Empty if ``line`` is."""
+    `prominence`, none next to another. Ops before both the one with the most bytes and the first backward op are left
+    out. Empty if ``line`` is."""
     if not line:
         return []
     peak = max(range(len(line)), key=lambda k: line[k][1])

@@ -29,11 +29,8 @@ CLOSE = 1.00002  # prices within this factor count as equal
 def cut_start(
     graph: TrainingGraph, order: Precedence, cut: int, budget: int, effort: Effort | None = None
 ) -> list[str] | None:
-    """Return the cheapest order of execution within ``budget`` bytes that minimum cuts at several prices
-    find; None if none fits.
-
-    For problems with a backward half and without inverses.
-    """
+    """Return the cheapest order of execution (op names) within ``budget`` bytes that minimum cuts at several prices
+    find, until ``effort`` is spent; None if none fits. For problems with a backward half and without inverses."""
     network = CutNetwork(graph, order, cut, SLOPE)
     unit = graph.base_cost / max(1, budget - graph.input_bytes)
     low, high, price = 0.0, 0.0, FIRST_PRICE * unit

@@ -102,9 +102,9 @@ def flow_bound_of(network: CutNetwork, graph: TrainingGraph, cut: int, budget: i
 
 
 class CutNetwork:
-    """The flow network of one cut op. Its minimum cut says which ops run after it, and so which tensors are
-    resident before.
-    """
+    """The flow network of one cut op. Its minimum cut says which ops run after it, and so which tensors are resident
+    before. ``slope``: if positive, ops cost up to this share more, the later the more, and `Minimum.floor` is no
+    bound."""
 
     def __init__(
         self,
@@ -169,16 +169,14 @@ class CutNetwork:
         return network
 
     def minimum(self, price: float) -> Minimum | None:
-        """Return the minimum cut if a resident byte costs ``price`` (`Op.cost` per byte); None if capacities
-        would overflow.
-        """
+        """Return the minimum cut if a resident byte costs ``price`` (`Op.cost` per byte); None if capacities would
+        overflow or the solver fails."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
     def fewest_bytes(self) -> Minimum | None:
-        """Return the minimum cut with the fewest resident bytes at any cost, with a meaningless ``floor``;
-        None if bytes would overflow.
-        """
+        """Return the minimum cut with the fewest resident bytes at any cost, with a meaningless ``floor``; None if
+        bytes would overflow or the solver fails."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)
         return self._cut(capacity, uncut=float(capacity.sum()) + 1, scale=1.0)
 

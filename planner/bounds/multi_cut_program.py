@@ -37,9 +37,9 @@ thousandths of this unit."""
 
 
 class CutProgram:
-    """The multi-cut integer program of the ops ``cuts``, each of which must precede the next, within
-    ``budget`` bytes.
-    """
+    """The multi-cut integer program of the ops ``cuts``, each of which must precede the next, within ``budget`` bytes.
+    ``tiny``: tensors of at most so many bytes count as always resident. ``loops``: sets of tensors to exclude by the
+    rows (loop)."""
 
     def __init__(
         self,

@@ -68,8 +68,8 @@ class _Writer:
         return was
 
     def _source(self, v: int, left: set[int]) -> int | None:
-        """Return what must run before ``v`` because it writes what ``v`` reads: an op of ``left``, or one that has
-        not run. None if nothing must."""
+        """Return what must run before ``v`` because it writes what ``v`` reads: an op of ``left``, or one that has not
+        run, which is then marked in ``early``. None if nothing must."""
         for t in self.recipes[v].reads:
             asked = next((u for u in self.makers.get(t, ()) if u in left), None)
             if asked is not None:

@@ -186,8 +186,7 @@ class TailSearch:
 
 def highest_proven(search: TailSearch, known: float, effort: Effort) -> float:
     """Return the highest overhead that is proven within ``effort``, at least ``known``. Steps become longer until the
-    first failure, then shorter; the search ends if the first step fails.
-    """
+    first failure, and shorter with each failure. The search ends if the first step fails or steps are too short."""
     step, useful, failed = STEP, False, False
     while step >= LAST_STEP and not effort.over:
         proven, looked = search.proves(known + step, BRANCHES if useful else TRIAL, effort)

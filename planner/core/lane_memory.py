@@ -100,11 +100,9 @@ def windows(where: Placed, needs: Needs) -> Iterator[tuple[int, int]]:
 
 
 def widest(plan: Laned, budget: int) -> Needs | None:
-    """Return the fewest waits with which each tensor is written before it is read and, at any relative speed, at most
-    ``budget`` bytes are resident from the fork on.
-
-    None if more are resident even while runs follow the plan's sequence.
-    """
+    """Return the fewest waits with which the waits of ``plan.data`` are kept and, at any relative speed, at most
+    ``budget`` bytes are resident from the fork on. None if more are resident even while runs follow the plan's
+    sequence."""
     lows: list[int] = []
     highs: list[int] = []
     low = 0

@@ -86,11 +86,9 @@ class Demands:
 
 
 def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> Demands:
-    """Return a problem for the regression search, without inverses.
-
-    ``tiny``: the smallest tensors are left out whose bytes sum to at most this share of the largest working set.
-    ``smallest``: all tensors of at most so many bytes are left out, too.
-    """
+    """Return a problem for the regression search, without inverses. ``tiny``: the smallest tensors that are not outputs
+    are left out while their bytes sum to at most this share of the largest working set. With them, and with
+    ``smallest``, all tensors of at most so many bytes are left out."""
     ops, inputs, once = tuple(needed_ops(graph)), set(graph.inputs), set(graph.never_rerun)
     # An op that writes nothing must run all the same: it gets an output of no bytes, with the op's own name.
     made = tuple(op.writes or (f"({op.name})",) for op in ops)
@@ -140,8 +138,8 @@ def _after_once(
 
 
 def _threshold(sizes: Sequence[int], most: float) -> int:
-    """Return the largest size such that all smaller ones and some of its own sum to at most ``most``; 0 if there is
-    none."""
+    """Add up ``sizes`` in ascending order while the sum is at most ``most``. Return the last size added; 0 if none
+    was."""
     total, threshold = 0, 0
     for size in sorted(sizes):
         total += size

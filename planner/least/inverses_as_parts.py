@@ -31,6 +31,7 @@ def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
         return None
 
     def opened(names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return ``names`` with all their parts, and the parts of these, each once."""
         found: dict[str, None] = {}
         waiting = list(reversed(names))
         while waiting:

@@ -110,9 +110,9 @@ def eliminate_all(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Eliminate tensors that are not frozen as long as that fits ``level``. Return the number of tensors left, their
-    bytes, and the number of actions written. ``size``: bytes of the first ``n`` of ``demanded``. ``made``: number of
-    actions written before."""
+    """Eliminate tensors that are not frozen as long as that fits ``level`` bytes; ``demanded``, ``marks`` and
+    ``actions`` are changed in place. Return the number of tensors left, their bytes, and the number of actions written.
+    ``size``: bytes of the first ``n`` of ``demanded``. ``made``: number of actions written before."""
     while True:
         best, least = -1, NEVER
         for i in range(n):
@@ -143,7 +143,8 @@ def settle(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Apply the two rules of the search until neither applies. Arguments and results are those of `eliminate_all`."""
+    """Apply the two rules of the search, as the module states them, until neither applies. Arguments, results and what
+    is changed in place are those of `eliminate_all`."""
     while True:
         n, size, made = eliminate_all(T, demanded, n, size, level, marks, frozen, actions, made)
         moved, below = False, T.reads_at.size
@@ -254,9 +255,9 @@ def search(
 ) -> tuple[int, int, int, Ints, Ints]:
     """Search backwards from ``start``. Return the level (`NEVER` if none is found), a proven lower bound of it, the
     number of tensors looked at, the actions, and the set at their end. ``goal``: bytes to get below, or negative:
-    certify the set. ``frozen`` tensors stay demanded. The search ends at a level of ``low`` or ``enough`` bytes, or
-    after ``limit`` expanded states. ``deepest``: of equal levels, whether the earliest state comes first instead of the
-    smallest."""
+    certify the set. ``frozen`` tensors stay demanded. ``low``: the level to begin with. The search ends at a level of
+    ``low`` or ``enough`` bytes, or after ``limit`` expanded states. ``deepest``: of equal levels, whether the earliest
+    state comes first instead of the smallest."""
     n, size = start.size, 0
     room = n + T.size.size
     demanded, parent_set, order = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)

@@ -20,9 +20,9 @@ class TooLong(Exception):
 
 
 class Unfolding:
-    """A sequence of runs that grows back in time. Large tensors that later runs read belong to a *frame*: one for the
-    outputs, and one for each elimination (a tensor computed from nothing at that point).
-    """
+    """A sequence of at most ``most`` runs that grows back in time, within ``limit`` bytes of large tensors. Large
+    tensors that later runs read belong to a *frame*: one for the outputs, and one for each elimination (a tensor
+    computed from nothing at that point)."""
 
     def __init__(self, values: Values, limit: int, most: int) -> None:
         self.values, self.demands, self.limit, self.most = values, values.demands, limit, most
@@ -175,8 +175,8 @@ class Unfolding:
         return during <= self.limit and self._is_certified(rest, before)
 
     def _cheapest(self, extras: set[int], uses: dict[int, list[int]], now: int) -> int:
-        """Return the extra to eliminate: of those that fit, the cheapest for its bytes and next use; if none fits,
-        that of the smallest key."""
+        """Return the extra to eliminate: of those that fit, the cheapest for its bytes and next use; if none fits, the
+        one with the smallest difference of value and size."""
 
         def price(t: int) -> tuple[float, int]:
             later = uses.get(t, [])

@@ -82,8 +82,8 @@ class Values:
         return bound
 
     def improve(self, aim: int, limit: int, deepest: bool) -> None:
-        """Search again for the ops whose value is above ``aim`` and above the values of what they read, until the
-        effort is spent. ``limit``: states to expand for one op. ``deepest``: as in `search`."""
+        """Search once more for each op whose value exceeds ``aim``, its own working set and the values of what it
+        reads. Stop when the effort is spent. ``limit``: states to expand for one op. ``deepest``: as in `search`."""
         work = self.demands.work
         for v in np.flatnonzero(self.value > aim).tolist():
             if self.effort.over:
