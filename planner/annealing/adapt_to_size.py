@@ -53,8 +53,9 @@ def polished(
     keep_order: bool = False,
 ) -> Iterator[Plan]:
     """Yield plans within ``budget`` bytes, each cheaper than the one before and than all fitting ``starts`` (plans
-    found for other sizes, simulated for ``graph``). Starts that `Annealer.accepts` refuses are ignored. ``moves``, or
-    ``seconds`` if it is 0: of each anneal; if both are 0, needless recomputations are removed and no anneal follows."""
+    found for other sizes, simulated for ``graph``). Starts that `Annealer.accepts` refuses are ignored. Each anneal
+    makes ``moves`` moves, or takes ``seconds`` CPU seconds if ``moves`` is 0; if both are 0, only needless
+    recomputations are removed."""
     compile_annealer()
     annealer = Annealer(graph, seed, keep_order)
     usable = [p for p in starts if annealer.accepts(runs_of(p.schedule))]

@@ -247,9 +247,8 @@ def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarr
 
 @kernel
 def _fill(P: Problem, S: State, sequence: Ints) -> None:
-    """Put op indices into the empty state ``S``, evenly spread, and compute live bytes, cost and bytes over
-    the budget.
-    """
+    """Put the op indices ``sequence`` into the empty state ``S``, evenly spread, and compute live bytes, cost and bytes
+    over the budget."""
     n, length = S.at.size, sequence.size
     for k in range(length):
         op, slot = sequence[k], (k + 1) * (n - 1) // length

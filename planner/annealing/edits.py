@@ -143,9 +143,8 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
-    """Insert a run of ``op`` with number ``node`` just before the run ``right``. Later runs read from it what
-    it writes.
-    """
+    """Insert a run of ``op`` with number ``node`` just before the run ``right``. Later runs, up to the next one that
+    writes the same tensor, read from it."""
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):

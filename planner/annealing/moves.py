@@ -90,8 +90,8 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots strictly between which the run ``node`` can be moved, such that each run reads from the same
-    runs and orders are kept."""
+    """Return two slots strictly between which the run ``node`` can be moved, such that each run still reads from the
+    same runs and the required orders are kept."""
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
     high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1

@@ -183,7 +183,8 @@ def insist(P: Problem, S: State, op: int, length: int, cost: float) -> tuple[int
 
 @inner
 def arrange(P: Problem, S: State, length: int) -> int:
-    """Order the chain so that each op comes after those that write its reads. Return ``length``, or 0 for a cycle."""
+    """Order the first ``length`` ops of ``S.chain`` in place, so that each op comes after those that write its reads.
+    Return ``length``, or 0 for a cycle."""
     # Without inverses, ascending op numbers are a valid order.
     for k in range(length):
         S.stamp[S.chain[k]] = 1
@@ -232,8 +233,8 @@ def keeps_order_at(P: Problem, S: State, op: int, slot: int) -> bool:
 
 @inner
 def place_chain(P: Problem, S: State, reader: int, length: int) -> None:
-    """Insert runs of the first ``length`` ops of ``S.chain`` just before the run ``reader``, and remove earlier runs of
-    what they write that nothing reads any more. ``S.chain`` then has the nodes of the new runs."""
+    """Insert runs of the first ``length`` ops of ``S.chain`` just before the run ``reader``, and remove the runs that
+    they make useless. ``S.chain`` then has the nodes of the new runs."""
     for k in range(length):
         S.chain[k] = do_insert(P, S, S.chain[k], reader)
     for k in range(length - 1, -1, -1):

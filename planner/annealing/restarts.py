@@ -156,7 +156,7 @@ class Search:
         return large and not effort.moves and (os.cpu_count() or 1) > 1
 
     def _rounds_in_two(self, starts: Sequence[Sequence[str]], effort: Effort) -> None:
-        """Search in this thread and, with another seed, in a second one, and take over its best plans."""
+        """Search in this thread and, with another seed, in a second one, and record the best plans of both."""
         self.twin = twin = Search(self.graph, self.budget, self.seed + 1, enough=lambda _: self._satisfied())
         other = Effort(effort.left)
 

@@ -230,9 +230,9 @@ class AutoSession:
         return most if self.brief else max(MOST_STATES, most)
 
     def solved_exhaustively(self, most_states: int) -> bool:
-        """Solve a problem of very few ops by trying all schedules, and record the optimal plan and, if all ops write
-        something, its bound. Return whether that was done: not if the order is kept, or if there are too many tensors
-        or more than ``most_states`` states."""
+        """Try all schedules of a problem of very few ops. Record the optimal plan, if one fits, and, if all ops write
+        something, the bound that this proves. Return whether that was done: not with ``keep_order``, with too many
+        tensors, or with more than ``most_states`` sets of resident tensors."""
         keep = self.options.keep_order
         exact = None if keep else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
@@ -257,6 +257,8 @@ class AutoSession:
         final = self.graph if self.problem.has_phases else self.problem
 
         def search_one(graph: TrainingGraph, share: float, _starts: Sequence[Plan]) -> Plan | None:
+            """Anneal one variant for ``share`` of the effort left, unless `finished`, and return the best plan that
+            fits, or None."""
             if self.finished:
                 return None
             last = graph is final

@@ -64,10 +64,9 @@ def starting_plans(
 
 
 def block_front(graph: TrainingGraph, effort: Effort) -> tuple[Plan, ...]:
-    """Return undominated plans of all block strategies, for any budget: at most `FRONT`, evenly chosen by rising peak.
-
-    The first strategy is always run, others begin until ``effort`` is spent.
-    """
+    """Return at most `FRONT` undominated plans for any budget, evenly chosen by rising peak: without recomputation, of
+    `Reversible` with inverses, and of block strategies with phases. The first block strategy always runs; others begin
+    only while ``effort`` is left."""
     found = [no_recompute(graph), *(Reversible().curve(graph, ()) if graph.inverses else ())]
 
     def progress(_fraction: float, _text: str) -> None:

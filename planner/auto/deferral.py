@@ -32,9 +32,9 @@ class Passes(NamedTuple):
 def passes_of(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
 ) -> list[Passes]:
-    """For each number of passes, from 1 up to `MOST_PASSES` while more passes lower the peak, return those with the
-    least peak. Tensors are numbers in the order in which they are written. ``reads``: tensors by op. ``sizes``: bytes
-    by tensor. ``outputs``: ascending."""
+    """Return, for each number of passes from 1 on, the division of ``outputs`` with the least peak. The list ends with
+    `MOST_PASSES` passes, or before a number that lowers the peak no further. Tensors are numbers in the order in which
+    they are written. ``reads``: tensors by op. ``sizes``: bytes by tensor. ``outputs``: ascending."""
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
     held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
     grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)
@@ -87,7 +87,7 @@ def _backward_between(
     outputs: Collection[int],
 ) -> Ints:
     """Return, for each op, the bytes of earlier results of the backward that later ops read, without outputs and
-    without what the op itself reads."""
+    without what the op itself reads. ``maker``: by tensor, the op that writes it."""
     last = {k: o for o, row in enumerate(reads) for k in row}
     kept = set(last).difference(outputs)
     kept = {k for k in kept if ops[maker[k]].phase == "backward"}

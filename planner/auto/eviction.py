@@ -58,7 +58,8 @@ def lower_by_eviction(
 ) -> Plan:
     """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller. Targets are
     between ``floor`` bytes and the smallest peak so far, nearer to this peak after failures. ``first``: the share of
-    this distance to begin with. ``enough``: bytes at which the search ends."""
+    this distance to begin with. The search ends at ``enough`` bytes, when ``effort`` is spent, or after
+    `EvictionOptions.passes` passes without a gain."""
     source, share, failures, passes = random.Random(seed), first, 0, 0
     policy: Policy | None = None
     while best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and not effort.over:

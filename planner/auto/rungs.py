@@ -27,11 +27,9 @@ def rungs_above(
     seed: int = 0,
     keep_order: bool = False,
 ) -> list[Plan]:
-    """Return plans found within those multiples (`RUNGS`) of the smallest peak of ``known`` that are at least
-    ``least``. A budget is left out if a known plan within it recomputes nothing; the others get equal efforts.
-
-    Ctrl-C ends the search and is recorded in ``effort.interrupted``.
-    """
+    """Return plans found within budgets of `RUNGS` times the smallest peak of ``known``; factors below ``least`` are
+    left out. So are budgets within which a known plan recomputes nothing; the others get equal efforts. Ctrl-C ends the
+    search and is recorded in ``effort.interrupted``."""
     smallest, found = min(known, key=by_peak).peak, list[Plan]()
     budgets, costly = [int(share * smallest) for share in RUNGS if share >= least], list[int]()
     for budget in budgets:

@@ -35,6 +35,8 @@ class SecondSearch:
         self._thread.join()
 
     def _work(self) -> None:
+        """Wait until the search for a bound ends, then anneal for the seconds left. End as soon as the block has
+        ended."""
         began = self.proof.spent
         while self.proof.working:
             if self._stopped.wait(0.1):

@@ -160,7 +160,8 @@ def _joined(ix: Indexed, blocks: Groups) -> Groups:
 
 
 def _chain(graph: TrainingGraph, ix: Indexed, forward: Groups) -> BlockChain:
-    """Return the chain of these blocks of forward ops, with the backward stages that follow from them."""
+    """Return the chain whose blocks are ``forward``, with the stages of the backward half that follow from these
+    blocks."""
     once = kept_always(graph)
     block = {o: k for k, ops in enumerate(forward) for o in ops}
     free = [t for t, p in enumerate(ix.producer) if p in block and not (ix.is_output[t] or once[t])]

@@ -103,7 +103,7 @@ class Units(NamedTuple):
 
 
 def in_units(chain: BlockChain, most: float, room: int) -> Units:
-    """Convert a chain for the dynamic program with up to ``room`` units, of ``most`` / ``room`` bytes each, but of at
+    """Convert a chain for the dynamic program within up to ``most`` bytes, which are ``room`` units. A unit has at
     least one byte."""
     unit = max(1.0, most / room)
 

@@ -81,8 +81,9 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add cuts among ops ``among`` to ``cuts``: those that raise the bound and, after `SIBLINGS` that did not, one
-        of these. Return the sets whose programs were not solved to the end."""
+        """Add ops of ``among`` as cuts to ``cuts``: those that raise the bound and, after `SIBLINGS` in a row that did
+        not, the first of these whose program was solved to the end. Return the sets whose programs were not solved to
+        the end."""
         if self.over():
             return []
         proven, solved = self.solve(cuts)

@@ -27,11 +27,11 @@ def _goes_on() -> bool:
 
 
 class Effort:
-    """The work that a search may do and has done: CPU seconds of its thread, or moves if ``moves`` is not 0.
-
-    If moves are counted and ``seconds`` is infinite, no clock ends the search, so the result is the same on each
-    machine. Otherwise the wall clock ends it as `PATIENCE` says.
-    """
+    """The work that a search may do and has done: CPU seconds of its thread, or moves if ``moves`` is not 0. A move is
+    a random change of a schedule, or other work that takes about as long. ``ended``: returns whether the search must
+    end early. ``parent``: the effort of which this one is a part, which ends this one and counts its work. If moves are
+    counted and ``seconds`` is infinite, no clock ends the search, so the result is the same on each machine. Otherwise
+    the wall clock ends it as `PATIENCE` says."""
 
     def __init__(
         self,
@@ -41,8 +41,6 @@ class Effort:
         ended: Callable[[], bool] = _goes_on,
         parent: Effort | None = None,
     ) -> None:
-        # A move is a random change of a schedule, or other work that takes about as long. ``ended``: whether
-        # the search should end early. ``parent``: it ends this part, and counts its work.
         self.seconds, self.moves, self.total = seconds, moves, float(moves) if moves else seconds
         self.ended, self.parent = ended, parent
         self.done = 0

@@ -196,9 +196,8 @@ def check_needs(where: Placed, needs: Needs, data: Needs) -> None:
 
 
 def waits_of(where: Placed, needs: Needs) -> tuple[tuple[int, int], ...]:
-    """Convert `Needs` to the fewest sorted pairs (run, awaited run), by position in the plan; `needs_of` is
-    the converse.
-    """
+    """Convert `Needs` to the fewest sorted pairs (run, awaited run), by position in the plan; `needs_of` is the
+    converse. The end of the step, which waits for all runs, is left out."""
     found = []
     for lane, runs in enumerate(where.lanes):
         other = where.lanes[1 - lane]

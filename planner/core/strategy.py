@@ -170,7 +170,8 @@ class SearchStrategy(Strategy):
         starts: Sequence[Plan] = (),
     ) -> tuple[Plan, ...]:
         """Return undominated plans by falling peak, at most one for each budget, within equal shares of the time limit.
-        Budgets are tried from the largest down, until one is found infeasible."""
+        Budgets are tried from the largest down, until one is found infeasible. Each search starts from ``starts`` and
+        the latest `carried` plans."""
         falling = sorted(set(budgets), reverse=True)
         share = self.share(max(1, len(falling)))
         plans: list[Plan] = []

@@ -37,9 +37,9 @@ class GroupDescent:
 def descend_by_groups(
     tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort, deepest: bool = True
 ) -> GroupDescent:
-    """Regress groups of demanded tensors, from ``start``, until the rest is certified within the level so far, no group
-    lowers what certifies the rest, or ``effort`` is spent. ``level``: bytes to begin with. ``limit``: states to expand
-    for one group. ``deepest``: as in `search`."""
+    """Regress groups of demanded tensors, from ``start``, until the rest can be eliminated within the level so far, no
+    group lowers the bytes that this takes, or ``effort`` is spent. ``level``: bytes to begin with. ``limit``: states to
+    expand for one group. ``deepest``: as in `search`."""
     actions: list[int] = []
     demanded = list(start)
     frozen = np.zeros(tables.size.size, np.bool_)

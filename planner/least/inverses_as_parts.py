@@ -12,7 +12,7 @@ from rematplan.ir import Op, TrainingGraph
 
 def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
     """Return a problem without inverses whose least peak is at most that of ``graph``. None without inverses, or if
-    what one recovers is no part of what it reads.
+    an inverse reads no tensor that is computed from what it recovers and still has room for it.
 
     Proof: take any schedule of ``graph``, and count the parts as resident whenever the whole is. An inverse then does
     nothing, every op finds what it reads, and no more bytes are held: the whole is its parts and a rest that has the

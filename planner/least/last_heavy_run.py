@@ -86,7 +86,7 @@ class LastHeavyRun:
         return least_cut(self.tails, self.heads, capacity)
 
     def _needed(self, goal: Sequence[int]) -> list[int]:
-        """Return the ops that the tensors ``goal`` are computed by."""
+        """Return the ops by which the tensors ``goal`` are computed, directly or through others, ascending."""
         maker, seen = self.demands.tables.maker, set()
         wait = [int(maker[t]) for t in goal]
         while wait:

@@ -207,7 +207,8 @@ def pop(heap: Ints, length: int, keys: Ints) -> tuple[int, int]:
 
 @inner
 def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
-    """Record a set of tensors in a hash table. Return whether it was not reached at this or a lower level before."""
+    """Record the set of the first ``n`` tensors of ``demanded`` in the hash table ``seen``, with its level. Return
+    whether it was not reached at this or a lower level before."""
     name = np.uint64(0)
     for i in range(n):
         name ^= T.hashes[demanded[i]]
@@ -235,7 +236,8 @@ def grown(array: Ints, used: int, more: int) -> Ints:
 
 @kernel
 def path_to(state: int, parent: Ints, first_action: Ints, actions: Ints) -> Ints:
-    """Return the actions from the search's start to a state."""
+    """Return the actions from the search's start to a state. ``parent``: by state, -1 for the first. ``first_action``:
+    by state, where its own actions begin in ``actions``."""
     count, at = 0, state
     while at >= 0:
         count += first_action[at + 1] - first_action[at]

@@ -18,7 +18,7 @@ PASSES = 12
 
 @kernel
 def useful(runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Ints, output: Flags) -> Flags:
-    """Return, for each run, whether an output or a later run needs it."""
+    """Return, for each run, whether an output needs it, directly or through later runs."""
     want, kept = output.copy(), np.zeros(runs.size, np.bool_)
     for i in range(runs.size - 1, -1, -1):
         op, needed = runs[i], False

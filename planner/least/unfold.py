@@ -55,8 +55,8 @@ class Unfolding:
         return [float(total[v]) for v in self.maker]
 
     def _riders(self) -> dict[int, list[int]]:
-        """Return, by large tensor, its readers that write only small tensors, some of them outputs or gradients. They
-        run when all they read is resident."""
+        """Return, by large tensor, its readers that write only small tensors, some of them outputs or gradients, and
+        may run more than once. They run when all they read is resident."""
         riders: dict[int, list[int]] = {}
         outputs = set(self.demands.outputs)
         for v, op in enumerate(self.demands.ops):
@@ -151,7 +151,8 @@ class Unfolding:
         return self._is_certified([*(t for t in own if t not in gone), *fresh], before)
 
     def _follow(self, frame: set[int], actions: Sequence[int]) -> None:
-        """Regress the ops of ``actions``, and put off their eliminations as long as possible."""
+        """Regress those ops of ``actions`` that write a demanded tensor, and put off the eliminations as long as the
+        limit allows. What the ops read enters ``frame``."""
         uses: dict[int, list[int]] = {}
         for i, v in enumerate(actions):
             for t in self.reads[v] if v >= 0 else ():
