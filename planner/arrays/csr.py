@@ -49,6 +49,7 @@ def traffic_of(graph: TrainingGraph) -> CSRGraph:
 
 
 def _traffic(graph: TrainingGraph) -> CSRGraph:
+    """Return the problem as a `CSRGraph`."""
     ix = indexed(graph)
     producer = np.array(ix.producer, dtype=np.int64)
     reads_at, reads = compressed_rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])

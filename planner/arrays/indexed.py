@@ -57,6 +57,7 @@ def indexed(graph: TrainingGraph) -> Indexed:
 
 
 def _index(graph: TrainingGraph) -> Indexed:
+    """Return the problem as an `Indexed`."""
     id_of = {t.name: i for i, t in enumerate(graph.tensors)}
     reads = tuple(tuple(id_of[t] for t in o.reads) for o in graph.ops)
     writes = tuple(tuple(id_of[t] for t in o.writes) for o in graph.ops)

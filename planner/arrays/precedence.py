@@ -37,6 +37,7 @@ def precedence(graph: TrainingGraph) -> Precedence:
     inputs = set(graph.inputs)
 
     def reached(tensors: Sequence[str]) -> int:
+        """Return the bit mask of what must run before all of ``tensors`` exist, by ``before`` so far."""
         mask = 0
         for t in tensors:
             if t not in inputs:

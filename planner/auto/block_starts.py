@@ -124,10 +124,8 @@ def _first(
     report: Callable[[str], None],
 ) -> tuple[Plan, ...]:
     """Return plans of the first strategy in ``row`` that does not refuse the problem as too large: the cheapest within
-    ``budget`` and the leanest. It is one plan if both are equal or none fits; none if all refuse.
-
-    The strategy is stopped if ``effort`` is spent.
-    """
+    ``budget`` bytes and the leanest. It is one plan if both are equal or none fits; none if all refuse. Once ``effort``
+    is spent, the strategy makes no further candidates."""
     for member in row:
 
         def progress(_fraction: float, text: str, name: str = member.name) -> None:

@@ -64,9 +64,8 @@ class PlanStore:
         return bool(self._made)
 
     def get(self, problem: TrainingGraph, budget: int | str) -> Plan | None:
-        """Return the plan in memory for this problem and budget, or None. If costs changed, it has the new
-        cost and no lower bound.
-        """
+        """Return the plan in memory for this problem and budget (bytes, ``min`` or ``least``), or None. If costs
+        changed, the plan has the new cost and no lower bound."""
         costs, plan = self._made.get(_key(problem, budget), ((), None))
         if plan is None or costs == _costs(problem):
             return plan
@@ -82,8 +81,8 @@ class PlanStore:
         lasting: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Store a plan of a problem for a budget, in place of an earlier one, and add it to its family. ``lasting``:
-        also on disk, as the plan of a search of so many ``seconds``."""
+        """Store a plan of a problem for a budget (bytes, ``min`` or ``least``), in place of an earlier one, and add it
+        to its family. ``lasting``: also on disk, as the plan of a search of so many ``seconds``."""
         key = _key(problem, budget)
         self._made.pop(key, None)
         self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
@@ -182,9 +181,8 @@ class PlanStore:
         return replace(best, budget=budget, lower_bound=bound)
 
     def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
-        """Write a plan, and its search if it states a budget, to the problem's file. Dominated plans, plans beyond the
-        limits, and the oldest files of other problems are removed.
-        """
+        """Write a plan to the problem's file and, if the plan states a budget, its search of so many ``seconds``.
+        Dominated plans, plans beyond the limits, and the oldest files of other problems are removed."""
         file = _file(problem)
         content = _read(file, problem)
         found = tuple(dict.fromkeys((plan, *content.plans)))

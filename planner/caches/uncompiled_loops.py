@@ -13,9 +13,8 @@ Loop = TypeVar("Loop", bound=Callable[..., object])
 
 
 def plain(loop: Loop) -> Loop:
-    """Return the Python function from which numba compiled ``loop``, which calls Python functions in place of
-    compiled ones.
-    """
+    """Return the Python function from which numba compiled ``loop``. It calls Python functions in place of those that
+    numba compiled."""
     function = cast(FunctionType, loop.py_func if isinstance(loop, Dispatcher) else loop)
     known = function.__globals__
     called = {name: known[name] for name in function.__code__.co_names if name in known}

@@ -146,9 +146,8 @@ class Between:
 
 
 def between(captured: Mapping[int, TrainingGraph]) -> Between | None:
-    """Return a `Between` of captured problems by size; None if there are too few, they differ, or bytes are no
-    polynomials.
-    """
+    """Return a `Between` of captured problems by size. None if their fingerprints or tensors differ, or a tensor's
+    bytes are on no polynomial that further sizes check, as with too few problems."""
     found = Between(dict(sorted(captured.items())))
     alike = {(g.fingerprint, tuple(t.name for t in g.tensors)) for g in captured.values()}
     return found if len(alike) == 1 and found.holds else None

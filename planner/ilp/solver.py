@@ -147,6 +147,7 @@ class Solver:
             return self._process
 
     def _kill(self) -> None:
+        """Kill the process that solves, if it runs, and wait for its end."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -122,9 +122,9 @@ class PipelineSearch:
         return self._pipeline(self.best_cuts() if cuts is None else cuts)
 
     def best_cuts(self) -> Cuts:
-        """Plan the stages of up to `ROUNDS` different cuts, and return those cuts with the least makespan whose plans
-        all fit the budget; `lean_cuts` if there are none. Fewer are planned if the time is over or `REFUSED` of them do
-        not fit."""
+        """Plan the stages of the most promising cuts, up to `ROUNDS` times, until these were planned before or none can
+        fit. That ends early if the time is over or `REFUSED` cuts do not fit. Return the cuts with the least makespan
+        whose plans all fit; `lean_cuts` if there are none."""
         tried = dict[Cuts, bool]()
         while len(tried) < ROUNDS and list(tried.values()).count(False) < REFUSED:
             self.progress(len(tried) / ROUNDS, "planning the stages")

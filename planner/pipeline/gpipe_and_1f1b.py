@@ -23,6 +23,7 @@ def gpipe(stages: int, microbatches: int, frees_outputs: bool = False) -> Pipeli
     """
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
+        """Yield the (kind, micro-batch) of a stage's actions and of the entries between them."""
         for m in range(microbatches):
             yield from (("RECV_F", m), ("F", m))
         if frees_outputs:
@@ -45,6 +46,7 @@ def one_forward_one_backward(stages: int, microbatches: int, frees_outputs: bool
     after it."""
 
     def entries(stage: int) -> Iterator[tuple[str, int]]:
+        """Yield the (kind, micro-batch) of a stage's actions and of the entries between them."""
         ahead = min(stages - stage, microbatches)
         # Without ``frees_outputs``, an output is freed after its backward, but output ``held`` after the
         # backward that follows the last forward. The last output and the last gradient exist to the end.

@@ -35,13 +35,13 @@ Chosen: TypeAlias = tuple[StageCandidate, ...]
 
 
 class RankCandidates:
-    """The plans that a search has found for each stage of one rank (``found``)."""
+    """The plans that a search has found for each stage of one rank (``found``). ``kept``: for each stage, the most
+    bytes that a plan may keep from forward to backward; empty: no limit."""
 
     def __init__(
         self, stages: Sequence[StageProblem], actions: RankActions, kept: Sequence[int] = ()
     ) -> None:
         self.stages, self.actions = tuple(stages), actions
-        # For each stage, the most bytes that a plan may keep from forward to backward.
         self.kept = tuple(kept) or (math.inf,) * len(self.stages)
         self.found: list[list[StageCandidate]] = [[] for _ in self.stages]
         self.begun: set[int] = set()

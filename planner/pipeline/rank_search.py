@@ -41,9 +41,8 @@ CLOSED = 1e-6
 
 @dataclass(frozen=True)
 class RankSearchLimits:
-    """The limits of a `RankSearch`, chosen by trial. κ: the limit of the bytes that a stage keeps from
-    forward to backward.
-    """
+    """The limits of a `RankSearch`, tuned by hand. κ: the limit of the bytes that a stage keeps from forward to
+    backward."""
 
     grid: int = 5
     """The number of values of κ to try first, at equal distances; the K of plans without recomputation is tried as
@@ -118,9 +117,10 @@ class RankPlan:
 
 
 class RankSearch:
-    """Searches for the cheapest plans of one rank's stages within its budget (bytes, states and torch's
-    buffers included).
-    """
+    """Searches for the cheapest plans of one rank's stages within its budget (bytes, states and torch's buffers
+    included). ``effort``: of all searches together, also for other budgets; None: no limit. ``starts``: known plans of
+    each stage. ``kept``: for each stage, the most bytes that a plan may keep from forward to backward; empty: no limit.
+    Some known plan of each stage must keep no more."""
 
     def __init__(
         self,
@@ -132,9 +132,6 @@ class RankSearch:
         starts: Sequence[Sequence[Plan]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        # ``effort``: of all searches together, also for other budgets; None: no limit. ``starts``: known plans
-        # of each stage. ``kept``: for each stage, the most bytes that a plan may keep from forward to backward;
-        # empty: no limit. Some known plan of each stage must keep no more.
         self.effort = self.part = effort or Effort()
         self.stages, self.budget, self.planner = tuple(stages), budget, planner
         self.known = RankCandidates(stages, actions, kept)

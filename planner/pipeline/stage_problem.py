@@ -338,7 +338,7 @@ def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[st
 
 
 def _freed_gradients(problem: StageProblem, schedule: Schedule) -> list[int]:
-    """Return, for each step, the bytes of complete parameters' gradients that the schedule has freed so far."""
+    """Return, for each step, the bytes of the parameters' complete gradients that the schedule has freed so far."""
     # In a step's first backward these bytes stay, because later micro-batches add to them.
     marks, sizes = problem.gradients, problem.graph.size
     owner = {gradient: mark for mark, gradient in marks.items()}

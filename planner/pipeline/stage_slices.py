@@ -266,8 +266,8 @@ class _Builder:
         return [op.name for op in ops if op.name in (BOUNDARY, WEIGHTS) and op.name not in read]
 
     def _ops(self) -> tuple[Op, ...]:
-        """Return the ops of the step and those for messages. A boundary is between forward and backward, and another
-        between I and W if the backward is split."""
+        """Return the stage's ops of the step, and those for messages. A boundary is between forward and backward, and
+        another between I and W if the backward is split."""
         graph, marks = self.graph, self._marks()
         of = {t: mark for mark, t in marks.items()}
         rows = {o: graph.ops[o] for o in self.piece.ops}

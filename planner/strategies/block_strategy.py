@@ -60,17 +60,17 @@ class CandidateStrategy(FamilyStrategy):
                 progress(1.0, f"plan {at} of {len(front)}")
 
     def around(self, graph: TrainingGraph, budget: int, progress: Progress = silent) -> tuple[Plan, ...]:
-        """Return the cheapest candidate within ``budget`` bytes, then the one with the smallest peak; one
-        plan if they are the same or none fits.
-        """
+        """Return the cheapest candidate within ``budget`` bytes, then the one with the smallest peak; one plan if they
+        are the same or none fits. Once ``progress`` raises `Enough`, these are chosen from the candidates so far."""
         front = self._front(graph, progress)
         fitting = [priced for priced in front if priced.peak <= budget]
         picks = {priced.peak: priced for priced in (*fitting[:1], front[-1])}
         return tuple(self._plan(graph, priced) for priced in picks.values())
 
     def _front(self, graph: TrainingGraph, progress: Progress) -> list[_Priced]:
-        """Return the candidates on the Pareto front by rising cost, cached unless ``progress`` raised `Enough`.
-        `UsageError` if no op is marked or inferred as backward."""
+        """Return the candidates on the Pareto front by rising cost: those so far if ``progress`` raises `Enough`, else
+        all, which are then cached. `UsageError` if no op is marked or inferred as backward; `LatticeTooLarge` as in
+        `_of_all`."""
         views = phase_views(graph)
         if not views[0].has_phases:
             raise UsageError(

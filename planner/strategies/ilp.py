@@ -27,7 +27,7 @@ from rematplan.planner.strategies.nested_dp import NestedDP
 
 @dataclass(frozen=True)
 class IlpLimits:
-    """The constants of the strategy `ilp`. They were tuned by hand, without recorded measurements."""
+    """The constants of the strategy `ilp`, tuned by hand; no measurements were kept."""
 
     every_order: int = 10
     """The largest number of ops and inverses (ops that compute an input from an output) for which all orders of
@@ -101,9 +101,9 @@ class ILP(SearchStrategy):
 
     def _search(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
         """Search for plans and record them in ``best``: by one integer program over all orders if ops are few and
-        unordered, else by annealing. An integer program with the annealed order of first executions follows if there
-        are at most `IlpLimits.most_ops` ops. The search ends early if the best plan meets the lower bound or no plan
-        can fit."""
+        unordered, else by a minimum cut and annealing. An integer program with the annealed order of first executions
+        follows if there are at most `IlpLimits.most_ops` ops. The search ends early if the best plan meets the lower
+        bound or no plan can fit."""
         recipes = len(graph.recipes)
         if recipes <= LIMITS.every_order and not graph.ordered:
             # Imported here, because CP-SAT loads pandas and few problems are so small.
@@ -135,8 +135,8 @@ class ILP(SearchStrategy):
                 self._solve(program, solver, effort, best)
 
     def _anneal(self, graph: TrainingGraph, budget: int, best: _Best, effort: Effort) -> None:
-        """Anneal from the best plan so far, for a part of the time limit. Record in ``best`` the plan found and the one
-        with the smallest peak."""
+        """Anneal from the best plan so far, within ``effort``. Record in ``best`` the plan found and the one with the
+        smallest peak."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
         found = search.run(best.starts(), effort)
         if found is not None:
@@ -144,12 +144,10 @@ class ILP(SearchStrategy):
         best.offer(runs_of(search.least.schedule))
 
     def _solve(self, program: StageProgram, solver: Solver, effort: Effort, best: _Best) -> None:
-        """Solve the integer program in slices of time, and record the plans found in ``best``, until the time limit or
-        until the solver can find nothing better.
-
-        The program is not exact about the peak. If the schedule of a solution exceeds the budget in the simulator,
-        constraints are added that exclude it.
-        """
+        """Solve the integer program in slices of time, and record the plans found in ``best``. This ends when
+        ``effort`` is spent, the solver can find nothing better, or no constraint excludes a solution that does not fit.
+        The program is not exact about the peak: if the simulated schedule of a solution exceeds the budget, constraints
+        are added that exclude it."""
         hint = program.hint()
         slice_ = LIMITS.slice * effort.total
         while not best.closed and not effort.over:
