@@ -17,10 +17,10 @@ from rematplan.module.verification import Verification, run_once, untouched, ver
 from rematplan.planner.core.inversion_error import worst_error
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.plans.op_costs import ROOFLINE
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime.capture.fake_weights import is_weightless
+from rematplan.runtime.costs.device_models import ROOFLINE
 from rematplan.runtime.costs.measure import (
     bytes_of,
     interleaved_rounds,

@@ -22,8 +22,9 @@ def stated_limit(inverses: bool | float) -> float | None:
 
 
 ROUNDING = 0.15
-"""What an inverse adds to the relative error, as a multiple of half a unit in the last place. `Op.noise` is a
-multiple of it."""
+"""The root mean square relative error that one inverse adds, in units of half the last place. It is less than
+two roundings, since errors of different sign cancel along a chain. Measured on chains of 6 to 96
+couplings. `Op.noise` is a multiple of it."""
 
 
 WITHIN = 30.0

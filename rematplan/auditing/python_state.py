@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,38 +17,23 @@ import torch
 from torch import nn
 
 from rematplan.module.verification import same_bits
-from rematplan.runtime.capture.restore_state import CONTAINERS
+from rematplan.runtime.capture.restore_state import STANDARD_CONTAINERS
+from rematplan.runtime.graph.generator_states import kept_generators, state_of
 from rematplan.runtime.guards.attributes import is_record
+from rematplan.runtime.guards.containers import refill
 from rematplan.runtime.guards.globals import slot_names
+from rematplan.runtime.guards.module_state import HOOKS
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has for PyTorch's own use."""
 SHARDING = ("torch.distributed.", "torch.nn.parallel.")
 """How the names of the Python modules begin whose classes track what other processes do."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The attributes of modules and of parameters that have their hooks, by number."""
+"""The attributes of parameters that have their hooks, by number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Random:
-    """How the state of a random number generator is read and set."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
-
-
-GENERATORS: Mapping[type, Random] = {
-    torch.Generator: Random(lambda g: g.get_state(), lambda g, s: g.set_state(s)),
-    np.random.Generator: Random(
-        lambda g: copy.deepcopy(g.bit_generator.state), lambda g, s: setattr(g.bit_generator, "state", s)
-    ),
-    np.random.RandomState: Random(lambda g: g.get_state(), lambda g, s: g.set_state(s)),
-    random.Random: Random(lambda g: g.getstate(), lambda g, s: g.setstate(s)),
-}
-
-
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 GENERATOR_STATE = "random state"
 """The beginning of the text that represents the state of a generator."""
 
@@ -183,7 +168,11 @@ def _of_hook(hook: Any, name: str) -> Iterator[tuple[int, Holder]]:
 
 def _is_state(value: Any) -> bool:
     kind = type(value)
-    return kind in CONTAINERS or kind in (bool, int, float) or isinstance(value, (torch.Tensor, np.ndarray))
+    return (
+        kind in STANDARD_CONTAINERS
+        or kind in (bool, int, float)
+        or isinstance(value, (torch.Tensor, np.ndarray))
+    )
 
 
 def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -196,12 +185,12 @@ def leaves(name: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterato
         yield name, value
     elif kind is set:
         yield name, repr(sorted(map(repr, value)))
-    elif kind in CONTAINERS or kind is tuple:
+    elif kind in STANDARD_CONTAINERS or kind is tuple:
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(f"{name}[{key!r}]", one, seen | {id(value)})
 
 
-def state_of(holders: list[Holder]) -> dict[str, Any]:
+def copied_state(holders: list[Holder]) -> dict[str, Any]:
     """Return copies of all values of `leaves` that the holders have now, by name, except parameters and what PyTorch
     keeps in each module. Tensors and arrays of numbers are copied as tensors; other values become text."""
     return {
@@ -218,7 +207,7 @@ def _copy(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     if type(leaf) in GENERATORS:
-        return f"{GENERATOR_STATE} {zlib.crc32(repr(GENERATORS[type(leaf)].read(leaf)).encode()):08x}"
+        return f"{GENERATOR_STATE} {zlib.crc32(repr(state_of(leaf)).encode()):08x}"
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iufb":
         return torch.from_numpy(leaf.copy())
     return repr(leaf)
@@ -231,7 +220,7 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
     values = [(holder, holder.read()) for holder in holders]
     containers: dict[int, tuple[Any, Any]] = {}
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    generators: dict[int, tuple[Any, Any]] = {}
+    generators: dict[int, Any] = {}
     for _, namespace in values:
         for key, value in namespace.items():
             _containers(value, containers)
@@ -239,27 +228,25 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
                 if isinstance(leaf, torch.Tensor):
                     tensors[id(leaf)] = leaf, leaf.detach().clone()
                 elif type(leaf) in GENERATORS:
-                    generators[id(leaf)] = leaf, GENERATORS[type(leaf)].read(leaf)
+                    generators[id(leaf)] = leaf
     try:
-        yield
+        with kept_generators(generators.values()):
+            yield
     finally:
         for holder, was in values:
             holder.write(was)
         for container, content in containers.values():
-            container.clear()
-            (container.update if hasattr(container, "update") else container.extend)(content)
+            refill(container, content)
         for tensor, kept in tensors.values():
             if tensor.dtype != kept.dtype or tensor.shape != kept.shape:
                 tensor.data = kept
             elif not same_bits(tensor.detach(), kept):
                 with torch.no_grad():
                     tensor.copy_(kept)
-        for generator, state in generators.values():
-            GENERATORS[type(generator)].write(generator, state)
 
 
 def _containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    if type(value) in CONTAINERS and id(value) not in found:
+    if type(value) in STANDARD_CONTAINERS and id(value) not in found:
         found[id(value)] = value, copy.copy(value)
     elif type(value) is not tuple:
         return

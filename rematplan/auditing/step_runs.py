@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rematplan.auditing.compiled import Context, same_random_numbers
-from rematplan.auditing.python_state import Holder, holders_of, hook_places, same_state, state_of, title
+from rematplan.auditing.python_state import Holder, copied_state, holders_of, hook_places, same_state, title
 from rematplan.auditing.recomputations import Autocast, autocast_state
 from rematplan.ir import UsageError
 from rematplan.runtime.capture.restore_state import same_draws, same_gradients
@@ -166,7 +166,7 @@ def _results(
     tensors |= {f"buffer {name}": b.clone() for name, b in step.model.named_buffers()}
     others: dict[str, Any] = {**random_states()}
     others |= {f"firings {name}": count for name, count in firings.items()}
-    for name, value in state_of(holders).items():
+    for name, value in copied_state(holders).items():
         if isinstance(value, torch.Tensor):
             tensors[f"attribute {name}"] = value
         else:

@@ -24,6 +24,7 @@ DEFAULT = "default"
 """The value of an option that may have one, if it has none."""
 LARGEST = 2**31 - 1
 """The largest size or count that an option accepts."""
+DTYPES = ("fp32", "bf16", "bf16-mixed")
 
 
 def positive(text: str) -> int:

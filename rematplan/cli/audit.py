@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
+from rematplan.cli.arguments import DTYPES
 from rematplan.cli.output import Output
 from rematplan.cli.user_functions import user_function
 from rematplan.ir import UsageError, first_line
 
 SOUND, FAULTS = 0, 1
-DTYPES = ("fp32", "bf16", "bf16-mixed")
 KEYWORDS = frozenset({"model", "args", "kwargs", "loss", "plain"})
 """What a function may return by name: the parameters of `rematplan.audit`."""
 

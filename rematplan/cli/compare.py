@@ -11,7 +11,7 @@ from typing import Any
 
 from rematplan.cli.arguments import add_strategy_options, check_outputs, positive, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import PROFILE, Source, add_costs, add_model, costs_of, load_model, price
+from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
@@ -28,6 +28,7 @@ from rematplan.plans.budgets import least_plan, parse_budget, plan_within
 from rematplan.plans.two_lane_plans import ON, overlapped, sharing_on
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
+from rematplan.runtime.costs.device_models import PROFILE
 
 SECONDS = 20.0
 """The default time limit of `auto`, for each of its plans."""

@@ -13,7 +13,7 @@ from rematplan.cli import curve, step
 from rematplan.cli.arguments import several_strategies
 from rematplan.cli.export import write_network
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import PROFILE, price
+from rematplan.cli.problem_source import price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.registry import STRATEGIES
@@ -22,6 +22,7 @@ from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.tradeoff import rows_at
+from rematplan.runtime.costs.device_models import PROFILE
 
 STEPS = 3
 """The number of timed steps."""

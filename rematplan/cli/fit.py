@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematplan.cli.arguments import dimension, dimensions
+from rematplan.cli.arguments import DTYPES, dimension, dimensions
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import ROOFLINE, TIMM, check_costs, check_reachable
+from rematplan.cli.problem_source import TIMM, check_costs, check_reachable
 from rematplan.fitting.lengths import Lengths, read_lengths
 from rematplan.ir import UsageError
 from rematplan.plans.budgets import parse_budget
+from rematplan.runtime.costs.device_models import ROOFLINE
 
 if TYPE_CHECKING:
     from rematplan.fitting.fit import Fit
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 FITS, DOES_NOT = 0, 1
 BATCH, TOKENS = "batch", "tokens"
 NONE = "none"
-DTYPES = ("fp32", "bf16", "bf16-mixed")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,8 @@ from rematplan.plans.progress import progress_bar
 
 PLAIN_WIDTH = 120
 """The number of columns if standard output is no terminal."""
+VERIFICATION_FAILED = 1
+"""The exit status if results differ from those that a command compares them with."""
 
 
 @dataclass(frozen=True)

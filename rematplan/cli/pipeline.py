@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import add_time_limit, check_outputs, positive, time_limit
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import PROFILE, add_costs, add_model, costs_of, load_model, sizes_and_dims
+from rematplan.cli.problem_source import add_costs, add_model, costs_of, load_model, sizes_and_dims
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
 from rematplan.pipeline.options import OPTIMIZERS, optimizer_copies, parse_link, parse_rank_budget
 from rematplan.pipeline.schedules import SCHEDULES, SPLIT
 from rematplan.planner.core.inversion_error import stated_limit
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, pipeline_to_json, save_pipeline
+from rematplan.runtime.costs.device_models import PROFILE
 
 if TYPE_CHECKING:
     from rematplan.runtime.graph.captured_step import CapturedStep

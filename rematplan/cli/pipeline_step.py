@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematplan.cli.arguments import add_time_limit, time_limit
-from rematplan.cli.output import Output
-from rematplan.cli.problem_source import ROOFLINE
+from rematplan.cli.output import VERIFICATION_FAILED, Output
 from rematplan.ir import ProblemError, UsageError
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, load_pipeline
+from rematplan.runtime.costs.device_models import ROOFLINE
 
 if TYPE_CHECKING:
     from rematplan.pipeline.run_step import RankReport
-
-VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from rematplan.models.names import SIZES, SUMMARIES, ZooError
 from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.core.inversion_error import stated_limit, with_anchors
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime.costs.device_models import device_model
+from rematplan.runtime.costs.device_models import PROFILE, ROOFLINE, device_model
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
@@ -27,7 +27,6 @@ DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 """The names of NVIDIA's driver library on Linux and on Windows."""
 AMD_DEVICE = Path("/dev/kfd")
 """A file that exists if AMD's driver is installed; torch calls AMD's devices ``cuda``, too."""
-PROFILE, ROOFLINE = "profile", "roofline"
 PROBLEM = ".json"
 """How the name of a problem file ends."""
 TIMM = "timm/"

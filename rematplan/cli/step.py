@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import one_strategy, positive
-from rematplan.cli.output import Output
+from rematplan.cli.output import VERIFICATION_FAILED, Output
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.problem_source import add_costs, add_model, load
 from rematplan.ir import UsageError
@@ -20,8 +20,6 @@ from rematplan.report.tables import plan_table, split_table, step_table
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep, StepReport
-
-VERIFICATION_FAILED = 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -11,12 +11,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
 
 from rematplan.integrations.tested import warn_if_untested
-from rematplan.integrations.trained_parts import (
-    check_options,
-    part_of,
-    plain_optimizers,
-    warn_if_not_called,
-)
+from rematplan.integrations.trained_parts import TrainerBudget, part_of, plain_optimizers
 from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
 from rematplan.plans.held_by_others import GRADIENTS
@@ -25,7 +20,7 @@ TESTED = ("2.6",)
 """The versions of pytorch-lightning with which the tests were run."""
 
 
-class RematplanCallback(Callback):  # type: ignore[misc]
+class RematplanCallback(TrainerBudget, Callback):  # type: ignore[misc]
     """Plan the network inside of a LightningModule in place when training begins (`rematplan.apply`), the trainer's
     optimizers included in the budget.
 
@@ -50,12 +45,6 @@ class RematplanCallback(Callback):  # type: ignore[misc]
             callbacks and so without a plan. `rematplan.apply` names the other errors.
     """
 
-    def __init__(self, budget: str | int | None = None, *, module: str | None = None, **options: Any) -> None:
-        check_options(budget, options)
-        self.budget, self.module, self.options = budget, module, options
-        self.unseen: nn.Module | None = None
-        """The planned part until its first step has ended."""
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise `UsageError` for a trainer that tries batch sizes, since these trials run without a plan; warn of
         untested versions."""
@@ -76,9 +65,7 @@ class RematplanCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Warn if the first step did not call the planned part."""
-        part, self.unseen = self.unseen, None
-        if part is not None:
-            warn_if_not_called(part)
+        self.warn_if_not_called()
 
 
 def _only_network(model: nn.Module) -> str:

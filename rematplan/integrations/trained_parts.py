@@ -18,13 +18,6 @@ OF_THE_MODEL = ("modules", "policy", "dynamic_shapes")
 """The options that may name parts and arguments of the model, so that they cannot be checked without it."""
 
 
-def check_options(budget: str | int | None, options: dict[str, Any]) -> None:
-    """Raise `UsageError` for a missing or malformed budget, and for unknown or malformed options, before there is a
-    model."""
-    of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}
-    apply(nn.Module(), budget, **of_no_model)
-
-
 def part_of(model: nn.Module, module: str | None) -> nn.Module:
     """Return the submodule of a model with this name, the model for None, and in place of a compiled one the module
     that it compiles; `UsageError` if there is none."""
@@ -38,13 +31,25 @@ def part_of(model: nn.Module, module: str | None) -> nn.Module:
     return found._orig_mod if isinstance(found, OptimizedModule) else found
 
 
-def warn_if_not_called(part: nn.Module) -> None:
-    """Warn if no training step has called a part that is planned in place."""
-    if not planning(part).plans:
-        warn(
-            f"no training step has called this {type(part).__name__}, so nothing is planned and the budget bounds "
-            f"nothing; name the module that the step calls"
-        )
+class TrainerBudget:
+    """What the callbacks of all trainers have in common: the options of a plan, and a warning if the first training
+    step does not call the planned part. ``budget``, ``module``, ``options``: as in the callbacks."""
+
+    def __init__(self, budget: str | int | None = None, *, module: str | None = None, **options: Any) -> None:
+        of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}
+        apply(nn.Module(), budget, **of_no_model)  # refuses what is missing, unknown or malformed
+        self.budget, self.module, self.options = budget, module, options
+        self.unseen: nn.Module | None = None
+        """The planned part until its first step has ended."""
+
+    def warn_if_not_called(self) -> None:
+        """Warn if the first training step, which has just ended, did not call the planned part."""
+        part, self.unseen = self.unseen, None
+        if part is not None and not planning(part).plans:
+            warn(
+                f"no training step has called this {type(part).__name__}, so nothing is planned and the budget bounds "
+                f"nothing; name the module that the step calls"
+            )
 
 
 def plain_optimizers(optimizers: Sequence[Any]) -> list[Any]:

@@ -12,12 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, trainer
 
 from rematplan.integrations.tested import warn_if_untested
-from rematplan.integrations.trained_parts import (
-    check_options,
-    part_of,
-    plain_optimizers,
-    warn_if_not_called,
-)
+from rematplan.integrations.trained_parts import TrainerBudget, part_of, plain_optimizers
 from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
 from rematplan.plans.held_by_others import GRADIENTS
@@ -31,7 +26,7 @@ LEFT_TO_CHECKPOINTS = {"use_reentrant", "preserve_rng_state"}
 """Keywords of `torch.utils.checkpoint` that trainers add, and that mean nothing to a plan."""
 
 
-class RematplanCallback(TrainerCallback):  # type: ignore[misc]
+class RematplanCallback(TrainerBudget, TrainerCallback):  # type: ignore[misc]
     """Plan a trainer's model in place when training begins (`rematplan.apply`), its optimizer included in the budget.
 
     For `transformers.Trainer` and its subclasses, such as TRL's:
@@ -51,12 +46,6 @@ class RematplanCallback(TrainerCallback):  # type: ignore[misc]
         UsageError: there is no budget, or an option is unknown or malformed. `rematplan.apply` names the other errors.
     """
 
-    def __init__(self, budget: str | int | None = None, *, module: str | None = None, **options: Any) -> None:
-        check_options(budget, options)
-        self.budget, self.module, self.options = budget, module, options
-        self.unseen: nn.Module | None = None
-        """The planned part until its first step has ended."""
-
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any = None, **_: Any
     ) -> None:
@@ -69,9 +58,7 @@ class RematplanCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn if the first step did not call the planned part."""
         del args, state, control
-        part, self.unseen = self.unseen, None
-        if part is not None:
-            warn_if_not_called(part)
+        self.warn_if_not_called()
 
 
 def enable() -> None:

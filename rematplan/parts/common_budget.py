@@ -16,7 +16,7 @@ import torch
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
 from rematplan.parts.around_parts import NOTHING, AroundParts
-from rematplan.parts.live_bytes import bytes_of
+from rematplan.parts.live_bytes import allocated_bytes
 from rematplan.parts.rehearsed import EqualParts, Rehearsed
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
@@ -300,7 +300,7 @@ def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulati
     """Return the bytes that exist during the whole step, and those that the optimizer's step needs in addition."""
     device = next((t.device for t in named.values()), torch.device("cpu"))
     others = asked.reserved.on(device, named)
-    always = bytes_of(named.values()) + others.always
+    always = allocated_bytes(named.values()) + others.always
     if accumulating or GRADIENTS in asked.reserved.items:
         always += sum(_bytes(t) for t in named.values() if t.requires_grad)
     return always, others.stepping

@@ -83,8 +83,8 @@ class LiveBytes(TorchDispatchMode):
             self._paused = before
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each once."""
+def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that the allocator gives to the storages of tensors, each once, also inside of subclasses."""
     every = {_key(one): allocated(one.nbytes(), one.device) for t in tensors for one in _storages(t)}
     return sum(every.values())
 

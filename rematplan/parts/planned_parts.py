@@ -27,7 +27,7 @@ from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.around_parts import accumulates, around_parts
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
 from rematplan.parts.left_tensors import attribute_tensors
-from rematplan.parts.live_bytes import bytes_of
+from rematplan.parts.live_bytes import allocated_bytes
 from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import Rehearsal, repeated_bytes
 from rematplan.parts.rehearsed import EqualParts, Rehearsed, inside
@@ -297,4 +297,4 @@ def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -
 def _holds(model: nn.Module, rehearsed: Rehearsed) -> bool:
     """Return whether a rehearsal is enough for what earlier calls have left in attributes."""
     names = rehearsed.changing
-    return not names or bytes_of(attribute_tensors(model, names)) <= rehearsed.changing_bytes
+    return not names or allocated_bytes(attribute_tensors(model, names)) <= rehearsed.changing_bytes

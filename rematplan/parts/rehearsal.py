@@ -21,7 +21,7 @@ from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
 from rematplan.parts.left_tensors import AttributeTensors, left_tensors, not_part_of
-from rematplan.parts.live_bytes import LiveBytes, bytes_of
+from rematplan.parts.live_bytes import LiveBytes, allocated_bytes
 from rematplan.parts.patched import Patches
 from rematplan.parts.placeholder import Placeholder
 from rematplan.parts.rehearsed import IS_EQUAL, TOO_SMALL, UNTRAINED, EqualParts, Event, Rehearsed, inside
@@ -130,9 +130,9 @@ class Rehearsal:
             tuple(self._calls),
             tuple(every),
             factor * ending,
-            bytes_of((*counted, *self._given, *resting)) - bytes_of(counted),
+            allocated_bytes((*counted, *self._given, *resting)) - allocated_bytes(counted),
             changed,
-            bytes_of(self._attributes.of(changed)),
+            allocated_bytes(self._attributes.of(changed)),
             repeated_bytes(self.parts, (name for name, _ in self._calls)),
             unread,
             dict(self._refused),
@@ -313,7 +313,7 @@ class Rehearsal:
         made = iter(results)
         leaves, spec = structure
         leaves = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        group.held = max(group.held, bytes_of((*given, *tensors_in(leaves))))
+        group.held = max(group.held, allocated_bytes((*given, *tensors_in(leaves))))
         return pytree.tree_unflatten(leaves, spec)
 
 

@@ -14,6 +14,8 @@ from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.costs.device_models import (
     DEFAULT_DEVICE_MODEL,
     DEVICE_MODELS,
+    PROFILE,
+    ROOFLINE,
     DeviceModel,
     device_model,
 )
@@ -25,7 +27,6 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.layout_copies import Copies, most_copied
 from rematplan.runtime.problem.planning_problem import training_graph
 
-PROFILE, ROOFLINE = "profile", "roofline"
 Known: TypeAlias = Literal["profile"] | DeviceModel | Profile
 
 

@@ -28,7 +28,7 @@ from rematplan.plans.in_flight import (
     trial_of_rank,
 )
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
-from rematplan.plans.op_costs import PROFILE, priced
+from rematplan.plans.op_costs import priced
 from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
@@ -53,6 +53,7 @@ from rematplan.plans.splitting import (
 from rematplan.plans.step_problems import StepProblems
 from rematplan.plans.step_structure import structure_of
 from rematplan.plans.two_lane_plans import OFF, overlapped, sharing_on
+from rematplan.runtime.costs.device_models import PROFILE
 from rematplan.runtime.fuse.fuse import FusedStep, fuse
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn

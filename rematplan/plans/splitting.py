@@ -15,10 +15,10 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, parse_budget, plan_within
-from rematplan.plans.op_costs import PROFILE
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
+from rematplan.runtime.costs.device_models import PROFILE
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.split.call_emitter import part_of
 from rematplan.runtime.split.early_backward import scales_gradients

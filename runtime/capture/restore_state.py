@@ -17,10 +17,12 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.generator_states import all_states, set_states
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
+from rematplan.runtime.guards.containers import refill
 from rematplan.runtime.guards.snapshots import PLAIN
 from rematplan.runtime.symbols.expressions import SYMBOLIC, NotSymbolic
 
-CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+STANDARD_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+"""Exact types: what objects of subclasses keep is left as it is."""
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def same_attributes(module: nn.Module, name: str) -> Iterator[None]:
             m.__dict__.clear()
             m.__dict__.update(attributes)
             for container, was in contents:
-                _refill(container, was)
+                refill(container, was)
     if left:
         warn(f"the forward of {name} sets {', '.join(left)}, which a planned one does not")
 
@@ -70,7 +72,7 @@ class SameObjects:
             if id(one) in seen or isinstance(one, _NO_STATE):
                 continue
             seen.add(id(one))
-            if type(one) in (*CONTAINERS, tuple):
+            if type(one) in (*STANDARD_CONTAINERS, tuple):
                 todo += one.values() if isinstance(one, dict) else one
             elif type(getattr(one, "__dict__", None)) is dict:
                 self._before.append((one, dict(vars(one)), _contents(one)))
@@ -87,7 +89,7 @@ class SameObjects:
             vars(one).clear()
             vars(one).update(attributes)
             for container, was in contents:
-                _refill(container, was)
+                refill(container, was)
         return changed
 
 
@@ -169,17 +171,12 @@ def _contents(holder: Any) -> list[tuple[Any, Any]]:
     todo = list(holder.__dict__.values())
     while todo:
         value = todo.pop()
-        if type(value) in CONTAINERS and id(value) not in found:
+        if type(value) in STANDARD_CONTAINERS and id(value) not in found:
             found[id(value)] = value, copy.copy(value)
             todo += value.values() if isinstance(value, dict) else value
         elif type(value) is tuple:
             todo += value
     return list(found.values())
-
-
-def _refill(container: Any, was: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(was)
 
 
 def _is_other(value: Any, before: Any) -> bool:

@@ -51,6 +51,8 @@ _MODELS = (
 )
 
 DEVICE_MODELS: Mapping[str, DeviceModel] = {m.name: m for m in _MODELS}
+PROFILE, ROOFLINE = "profile", "roofline"
+"""The options ``costs`` that measure ops here, and that model them for `DEFAULT_DEVICE_MODEL`."""
 DEFAULT_DEVICE_MODEL = "a100"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rematplan.ir.cache_folder import cache_folder
+from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
 from rematplan.runtime.costs.profile_cache import load_costs, save_costs
@@ -31,9 +32,6 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.warn import warn
-
-Progress = Callable[[float, str], None]
-"""A function that is told the share done, 0 to 1, and what is being done."""
 
 _ROUNDS = 2
 """Each distinct call is timed in at least this many rounds: in each round until its executions have taken
@@ -58,7 +56,7 @@ class ProfileWarning(UserWarning):
 
 def profile_costs(
     step: CapturedStep,
-    progress: Progress = lambda _fraction, _text: None,
+    progress: Progress = silent,
     cache: Path | None = None,
     only: Collection[str] | None = None,
 ) -> dict[str, CallCost]:

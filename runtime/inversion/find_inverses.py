@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from rematplan.ir.recoverable import recoveries
+from rematplan.planner.core.inversion_error import ROUNDING
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
 from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
 from rematplan.runtime.inversion.inverse_ops import Fill, Inverse
-from rematplan.runtime.inversion.inverse_table import ROUNDING, undo
+from rematplan.runtime.inversion.inverse_table import undo
 from rematplan.runtime.inversion.row_types import Facts, Refused, Undone
 from rematplan.runtime.inversion.scatter_to_cat import scatter_to_cat
 from rematplan.runtime.inversion.split_storages import SplitStep, split_storages

@@ -30,10 +30,6 @@ from rematplan.runtime.inversion.row_types import Facts, Found, Refused, Row, Un
 
 aten = torch.ops.aten
 
-ROUNDING = 0.15
-"""The root mean square relative error that one inverse adds, in units of half the last place. It is less than
-two roundings, since errors of different sign cancel along a chain. Measured on chains of 6 to 96
-couplings."""
 STEEP = 4.0
 """The gain of an ELU's inverse: the root mean square of its slope for arguments of unit variance, with a margin."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rematplan.runtime.capture.patches.eager_kernels import PREFIXES
 from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS
 from rematplan.runtime.graph.compat import (
     CHECKPOINT_GENERATOR,
@@ -26,7 +27,6 @@ _TRACING = (
 )
 _ALL = "affects all threads while a capture runs"
 _BLOCK = "when the block ends, also by an error"
-RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,8 @@ PATCHES = (
         tuple(
             f"torch.ops.aten.{name}*.py_kernels"
             for name in (
-                *(
-                    "cudnn_batch_norm",
-                    "ctc_loss",
-                    "dropout",
-                    "hardshrink",
-                    "matmul",
-                    "softshrink",
-                    "_pad_packed_sequence",
-                ),
-                *("upsample_", "_upsample_", "multi_margin_loss", "multilabel_margin_loss", *RECURRENT),
+                *("cudnn_batch_norm", "ctc_loss", "dropout", "matmul", "_pad_packed_sequence"),
+                *PREFIXES,
             )
         ),
         "under tracing Python decompositions replace the kernels that eager mode runs, with other bits and memory",

@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.nn import pad_spatial, spread, window_pads
+from rematplan.runtime.onnx.ops.nn import CONV, pad_spatial, spread, window_pads
 from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, number, refuse, text
 
 ROWS = OpRows()
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @dataclass(frozen=True, slots=True)
