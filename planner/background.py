@@ -149,7 +149,7 @@ class BackgroundSearch:
 
     def _hear(self, answer: Mapping[str, Any]) -> None:
         """Pass a message to its search's callback: with its plan if that is valid and within the budget, else with
-        None."""
+        None. `KeyError` if the message belongs to no search in progress."""
         with self._lock:
             search = self._waiting[answer["id"]]
             if answer["done"]:

@@ -17,9 +17,9 @@ ACTIVATIONS, GRADIENTS, WORKSPACE, INPUTS = "activations", "gradients", "workspa
 
 
 def peak_split(graph: TrainingGraph, schedule: Schedule, at: int | None = None) -> dict[str, int]:
-    """Return the bytes resident at step ``at`` of a schedule, or at its peak if that is None, by kind of tensor.
-    Kinds: those of inputs that the problem states, other inputs (absent if 0), activations, gradients, and workspace.
-    """
+    """Return the bytes resident at step ``at`` of a schedule, or at its peak if ``at`` is None, by kind of tensor.
+    Kinds: those of inputs that the problem states, other inputs (absent if 0), activations, gradients, and
+    workspace."""
     graph = infer_phases(graph)
     at = simulate(graph, schedule).peak_at if at is None else at
     live = {INPUTS: graph.input_bytes - sum(graph.fixed_split.values())} | dict(graph.fixed_split)

@@ -53,11 +53,11 @@ def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
 
 
 class SearchJob:
-    """One request to the worker for a better plan, with the plans found so far. A malformed request raises
-    `ProblemError`, `UsageError`, `KeyError`, `TypeError` or `ValueError`."""
+    """One request to the worker for a better plan, with the plans found so far. ``request``: as `planner.worker`
+    describes. A malformed one raises `ProblemError`, `UsageError`, `KeyError`, `TypeError` or `ValueError`. New plans
+    are added to ``store`` on disk."""
 
     def __init__(self, request: Mapping[str, Any], store: PlanStore) -> None:
-        # New plans are added to the store on disk. ``request``: as `planner.worker` describes.
         self.began, self.store = time.monotonic(), store
         self.problem, self.budget = problem_from_json(request["problem"]), int(request["budget"])
         self.strategy = strategy(request["strategy"], **request["options"])
@@ -85,9 +85,9 @@ class SearchJob:
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
-        """Yield messages of better plans and of plans with a bound: of the one on disk if good enough, else of ever
-        longer rounds. They end with the time limit or a good enough plan. Between rounds, messages are empty. If
-        ``urgent`` returns True, a round ends early and is repeated."""
+        """Yield messages of better plans and of plans with a bound: from the plan on disk if it is good enough, else
+        from longer and longer searches. These end with the time limit or a good enough plan; after each that goes on,
+        an empty message follows. If ``urgent`` returns True, a search ends early and is repeated."""
         # A plan on disk that is good enough is the answer.
         known = self._solved()
         if known is not None:

@@ -94,8 +94,8 @@ class PlanStore:
             self.keep(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
-        """Record in memory that no plan was found within the error's budget, and add its plans to their family.
-        ``seconds``: the search's time limit; 0 if it had none."""
+        """Record in memory that no plan was found within the error's budget, and add the error's plans to the problem's
+        family. ``seconds``: the search's time limit; 0 if it had none."""
         key = _key(problem, REFUSED)
         self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
@@ -163,8 +163,8 @@ class PlanStore:
 
     def solved(self, problem: TrainingGraph, budget: int, gap: float, seconds: float) -> Plan | None:
         """Return the cheapest plan on disk within ``budget`` bytes; None if there is none or a search may find a better
-        one. No search is needed if the plan's overhead is within ``gap`` of a proven bound, or exactly this budget was
-        searched for at least ``seconds`` before."""
+        one. No search is needed if the plan's overhead is within ``gap`` of a proven bound, or an earlier search within
+        exactly this budget took at least ``seconds``."""
         content = _read(_file(problem), problem)
         fitting = [plan for plan in content.plans if plan.estimate.peak <= budget]
         if not fitting:

@@ -84,7 +84,7 @@ class Between:
 
     def _amounts(self, size: int, here: list[int]) -> Amounts:
         """Return the amounts at ``size``, at which the tensors have the bytes ``here``, in the order of
-        ``graph.tensors``."""
+        ``graph.tensors``. `ProblemError` unless ``size`` is above the smallest captured and at most the largest."""
         below, above = self._neighbours(size)
         low, high = self._known[below], self._known[above]
         values = self._values(size)
@@ -100,8 +100,9 @@ class Between:
         return replace(found, workspaces=np.array(workspaces, dtype=np.int64))
 
     def _costs_at(self, moved: Ints, below: int, above: int) -> Floats:
-        """Return the costs of ops that move ``moved`` bytes, within their costs at the sizes ``below`` and ``above``.
-        They are on a parabola in these bytes, through the nearest other size too, or on a line if there is none."""
+        """Return the cost of each op and inverse if it moves ``moved`` bytes, within its costs at the sizes ``below``
+        and ``above``. Costs are on a parabola in these bytes, through the nearest other size too, or on a line if there
+        is none."""
         others = [size for size in self.sizes if size not in (below, above)]
         third = min(others, key=lambda size: abs(size - below), default=above)
         (a, at_a), (b, at_b), (c, at_c) = (

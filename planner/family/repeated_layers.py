@@ -29,8 +29,8 @@ class RepeatedLayers:
     """The problem with one layer more."""
 
     def problem(self, more: int) -> TrainingGraph:
-        """Return the problem with ``more`` further layers; `ProblemError` if its layers are not equal, or one reads
-        tensors of a layer that is not next to it."""
+        """Return the problem with ``more`` further layers. `ProblemError` if the layers are not equal, or one reads
+        tensors of a layer that is not next to it; `KeyError` if a name has no counterpart in another layer."""
         graph, deeper, ops = self.graph, self.deeper, list[Op]()
         parts = zip(self._parts(graph), self._parts(deeper), strict=True)
         for at, (part, other) in enumerate(parts):
@@ -78,7 +78,8 @@ class RepeatedLayers:
 
     def _at(self, name: str, middle: int, more: int) -> str:
         """Return what ``name`` is called if copy number ``middle`` (0 to ``more``) takes the middle layer's place;
-        names outside of layers stay. `ProblemError` if it would be beyond the neighbouring layers."""
+        names outside of layers stay. `ProblemError` if it would be beyond the neighbouring layers; `KeyError` if that
+        layer has no counterpart of it."""
         key, layer = self._place.get(name, (None, 0))
         if key is None:
             return name
@@ -89,7 +90,8 @@ class RepeatedLayers:
         return f"{own}@{place}" if 0 < place <= more else own
 
     def _all(self, names: Sequence[str], more: int) -> tuple[str, ...]:
-        """Return the names, those of a repeated layer once for each copy, in the order of the layers."""
+        """Return ``names`` for ``more`` further layers: those of the middle layer once for each copy, in the order of
+        the layers."""
         groups = groupby(names, key=lambda name: self._place.get(name, (None, 0))[1])
         return tuple(
             f(name)

@@ -103,10 +103,9 @@ class Solver:
         return _answer(answer, len(rows.cost))
 
     def _exchange(self, request: bytes, seconds: float) -> tuple[float, bytes] | None:
-        """Return the CPU seconds and the response of the process that solves; None if it is late or stopped.
-
-        If it cannot be started or ends by itself, this process solves.
-        """
+        """Return the CPU seconds and the response of the process that solves; None if it is stopped, or takes more than
+        ``seconds`` on the wall clock. If it cannot be started or ends by itself, this process solves, and counts 0 CPU
+        seconds."""
         process = self._running_process()
         if process is None:
             return 0.0, respond(request)

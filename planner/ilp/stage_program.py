@@ -69,9 +69,8 @@ class StageProgram:
         self._write_memory()
 
     def _repeats(self) -> list[set[int]]:
-        """Return, for each stage, the ops that the known schedule repeats before its op; the last set is for
-        the end.
-        """
+        """Return, for each stage, the ops that the known schedule repeats before the stage's own op; the last set is
+        for the end."""
         number = {op.name: v for v, op in enumerate(self.ops)}
         repeats: list[set[int]] = [set() for _ in range(len(self.ops) + 1)]
         k = 0

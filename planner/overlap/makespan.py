@@ -17,9 +17,8 @@ def makespan(plan: Laned, needs: Needs, sharing: Sharing) -> float:
 
 def times_on_lanes(plan: Laned, needs: Needs, sharing: Sharing) -> list[tuple[float, float]]:
     """Return each run's predicted begin and end in the unit of `Op.cost`; the last entry is the step's end, twice.
-
-    While both lanes work, each runs at ``sharing.speed``.
-    """
+    While both lanes work, each runs at ``sharing.speed``. The times that ``sharing`` states for handovers and for the
+    start are added."""
     graph, runs, where = plan.graph, plan.runs, plan.where
     cost = [
         [

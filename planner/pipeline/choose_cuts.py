@@ -266,7 +266,8 @@ class PipelineSearch:
     def _rank_search(
         self, rank: int, intervals: Intervals, budget: int, seconds: float = math.inf
     ) -> RankSearch:
-        """Return a search for plans of a rank's stages of these blocks, within ``budget`` bytes and ``seconds``."""
+        """Return a search for plans of the stages of ``rank``, which have the blocks ``intervals``, within ``budget``
+        bytes and ``seconds``."""
         stages = zip(self.schedule.stage_of_rank[rank], intervals, strict=True)
         problems = [
             stage_problem(
@@ -372,10 +373,7 @@ class PipelineSearch:
 
     def _base(self, start: int, end: int) -> tuple[float, float, float]:
         """Return the microseconds of a stage's forward, backward and separate weight gradients, all without
-        recomputation.
-
-        Without a split backward the third is 0 and the second includes it.
-        """
+        recomputation. Without a split backward the third number is 0, and the second includes the weight gradients."""
         if (start, end) not in self._bases:
             piece = StageSlice(self.chain, start, end)
             costs = indexed(self.chain.graph).cost

@@ -59,8 +59,8 @@ def _candidates(graph: TrainingGraph, boundary: str) -> Iterator[Plan]:
 
 
 def _plan(graph: TrainingGraph, boundary: str, runs: Sequence[str]) -> Plan:
-    """Return the plan of ``runs`` with the inverses that read ``boundary`` (the next stage's answer) right after it,
-    without inverses and repeated runs whose results nothing reads."""
+    """Return the plan of ``runs`` with the inverses that read ``boundary`` (the next stage's answer) inserted right
+    after ``boundary``. Inverses and repeated runs whose results nothing reads are left out."""
     answers = [inverse.name for inverse in graph.inverses if boundary in inverse.reads]
     backward_start = runs.index(boundary) + 1
     first: set[str] = set()

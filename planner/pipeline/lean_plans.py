@@ -61,8 +61,8 @@ def find_lean_plans(
     candidates: RankCandidates, least: LeastPlan, searches: int, budget: int, order: Sequence[int]
 ) -> int:
     """Return the smallest peak (bytes) of the rank that is found; plans found become candidates. After first searches
-    for each stage, the search ends within ``budget``, after ``searches`` more, or if no more can help. ``order``: the
-    indices of the stages as they are searched."""
+    for each stage, the search ends when the peak is within ``budget`` bytes, after ``searches`` more, or if no more can
+    help. ``order``: the indices of the stages as they are searched."""
     gaps = []
     for reusing, at in product((False, True), order):
         stage = candidates.stages[at]

@@ -84,7 +84,8 @@ class DPStrategy(BlockStrategy):
         return min(self.budgets, max(FEWEST_TABLES, round(WORK / (filling + pricing))))
 
     def _tables(self, dp: LowerSetDP, count: int) -> Iterator[tuple[Chain, ...]]:
-        """Yield the chains taken from each table, for up to ``count`` budgets."""
+        """Yield, for each of up to ``count`` budgets, the chains taken from its table. Fewer budgets are tried if all
+        neighbouring ones have equal chains or differ by one byte."""
         least, most = dp.least_budget(), dp.most_budget()
         coarse = max(2, count // 2)
         found: dict[int, tuple[Chain, ...]] = {}

@@ -60,7 +60,7 @@ class Reversible(FamilyStrategy):
 
 
 class _Sequence:
-    """Builds the runs in which the backward half recovers the tensors ``back``."""
+    """Builds the runs in which the backward half recovers the tensors ``back``, each by its `Recovery`."""
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
         self.graph = graph
