@@ -1,13 +1,13 @@
-"""Call a module with other tensors instead of its parameters and buffers."""
+"""Have a module compute with other tensors instead of its parameters and buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.func import functional_call
+
+from rematplan.runtime.graph.compat import reparametrize_module
 
 
 def slots(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -15,7 +15,7 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
     tied tensor."""
     return {
         f"{path}.{name}" if path else name: tensor
-        # A submodule with several names counts under the first: `functional_call` would replace its tensors
+        # A submodule with several names counts under the first: `replaced` would replace its tensors
         # twice and restore them once.
         for path, owner in module.named_modules()
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
@@ -23,7 +23,8 @@ def slots(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def call_with(module: nn.Module, tensors: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]) -> Any:
-    """Call a module with other tensors instead of its parameters and buffers, and return its outputs. The module is
-    left unchanged."""
-    return functional_call(module, tensors, tuple(batch), tie_weights=False)
+def replaced(module: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which a module has other tensors instead of its parameters and buffers. Afterwards it has its
+    own again, and ``tensors`` those that it had at the end."""
+    context: AbstractContextManager[None] = reparametrize_module(module, tensors)
+    return context

@@ -216,7 +216,8 @@ def _traced(request: TraceRequest) -> Traced:
         def trace() -> Any:
             return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
 
-        joint = _deciding(trace, untied, decisions)
+        with untied.replaced:
+            joint = _deciding(trace, untied, decisions)
         if symbols:
             check_no_sizes_kept(request.root)
     table = symbols.table() if symbols else None

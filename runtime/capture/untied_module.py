@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.functional_call import call_with, slots
+from rematplan.runtime.capture.functional_call import replaced, slots
 from rematplan.runtime.capture.host_random import no_seeding
 from rematplan.runtime.capture.indexing import MarkedIndexing
 from rematplan.runtime.capture.patches.assertion_ops import Checks
@@ -34,6 +34,7 @@ class UntiedModule(nn.Module):
         self.decisions: ValueGuardRecorder | None = None
         self.assertions = SpeculatedAssertions()
         self.finite: FiniteTests | None = None
+        self.replaced = ExitStack()  # closing it gives the inner module its own tensors back
         self.outputs = 0  # the number of the module's outputs; further results are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
@@ -48,8 +49,9 @@ class UntiedModule(nn.Module):
     def forward(self, *given: torch.Tensor) -> Any:
         """Call the inner module on the batch, the tensors ``given`` except the last `counts`, and copy tensors that it
         assigned to buffers into these. Return its results, whose number `outputs` has, and the assertions' empty
-        tensors."""
+        tensors. Until `replaced` is closed, the inner module has the traced tensors."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
+        inner = self.__dict__["inner"]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
         if self.decisions:
             buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
@@ -69,21 +71,26 @@ class UntiedModule(nn.Module):
             lists_of_tensors_stacked(),
             written_data([*leaves, *self.buffers()]),
         ):
-            results = call_with(self.__dict__["inner"], state, batch)
+            # A backward that calls the module again (an ODE's adjoint) must find the same tensors in it.
+            self.replaced.close()
+            self.replaced.enter_context(replaced(inner, state))
+            results = inner(*batch)
+        left = slots(inner)
         for slot, short in self.short_of.items():
-            _renew(slot, getattr(self, short), state[slot])
+            _renew(slot, getattr(self, short), left.get(slot))
         results = results if isinstance(results, tuple) else (results,)
         self.outputs = len(results)
         return *results, *checks.results
 
 
-def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor) -> None:
-    """Copy a tensor that a forward assigned to a buffer into ``buffer``; `ModelError` for another shape or type.
+def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor | None) -> None:
+    """Copy a tensor that a forward assigned to a buffer into ``buffer``; `ModelError` for None, another shape or type.
     ``slot``: its name."""
     if assigned is buffer:
         return
-    if (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
+    if assigned is None or (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
         raise ModelError(
-            f"the forward assigns {slot} a tensor of another shape or type; assign one of the same shape and type"
+            f"the forward assigns {slot} None, or a tensor of another shape or type; assign one of the same shape and "
+            f"type"
         )
     buffer.copy_(assigned.detach())

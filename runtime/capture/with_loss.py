@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from rematplan.ir import ModelError, UsageError
-from rematplan.runtime.capture.functional_call import call_with, slots
+from rematplan.runtime.capture.functional_call import replaced, slots
 from rematplan.runtime.costs.measure import check_fits
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode, detect_fake_mode
 from rematplan.runtime.graph.quiet_logs import quiet
@@ -156,9 +156,9 @@ def _fake_outputs(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
 
     once = {id(t): fake(t) for t in state.values()}
     fakes, batch = {slot: once[id(t)] for slot, t in state.items()}, tuple(map(fake, inputs))
-    with mode, torch.enable_grad(), quiet():
+    with mode, torch.enable_grad(), quiet(), replaced(model, fakes):
         try:
-            return call_with(model, fakes, batch)
+            return model(*batch)
         except ModelError:
             raise
         except Exception as error:

@@ -105,6 +105,7 @@ try:
         unset_fake_temporarily,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -343,6 +344,7 @@ __all__ = [
     "peek_interpreter_stack",
     "profiler_enabled",
     "pytree",
+    "reparametrize_module",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "select_decomp_table",
