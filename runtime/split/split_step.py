@@ -235,7 +235,7 @@ class _Splitter(SumEmitter):
         if SUM in states.values() and call.target is ATEN.mm.default and not self._is_half(results[0]):
             self._add_product(call, args, results[0], part)
             return
-        if hasattr(call.target, "part"):
+        if hasattr(call.target, "of_rows"):
             self._add_rows(call, args, part)
             return
         names = tuple(r and f"{r}.{part.at}" for r in call.results)

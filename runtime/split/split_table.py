@@ -176,9 +176,9 @@ def states_of(
     have = {v: s for v in (*one.operands, *one.results) if isinstance(s := known.get(v), AxisSpan)}
     if not have:
         return None
-    if hasattr(call.target, "part"):
+    if hasattr(call.target, "of_rows"):
         x = one.call.args[-1].value
-        sums = have.keys() == {x} and call.target.part(one.shape(x), have[x], indices, indices)
+        sums = have.keys() == {x} and call.target.of_rows(one.shape(x), have[x], indices, indices)
         return {x: have[x], one.results[0]: SUM} if sums else None
     reshapes = getattr(call.target, "overloadpacket", None) in RESHAPES
     found = _reshaped(one, have, indices) if reshapes else _labelled(one, have)

@@ -53,7 +53,7 @@ class SumEmitter(CallEmitter):
         x, result = call.args[-1].value, call.results[0] or ""
         shape = tuple(int(n) for n in self.step.values[x].fake.shape)
         count, whole = part.stop - part.start, part.region.indices
-        target = call.target.part(shape, part.region.states[x], whole, count)  # type: ignore[attr-defined]
+        target = call.target.of_rows(shape, part.region.states[x], whole, count)  # type: ignore[attr-defined]
         one, name = self._new(f"{call.name}.{part.at}"), self._new(f"{result}.sum{part.at}")
         if part.at:
             args = (Ref(self.sums[result]), args[-1])

@@ -79,7 +79,7 @@ class Gram:
             return shifts_of(self.read, sum_type(dtype).itemsize, CHUNK_BYTES)
         return None
 
-    def part(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Gram | None:
+    def of_rows(self, shape: Shape, span: AxisSpan, indices: int, count: int) -> Gram | None:
         """Return the op for a part of a tensor: ``count`` of its ``indices`` entries along an axis. None if the whole
         sum is not that of all parts. ``shape``: of the whole tensor. ``span``: where it has the axis."""
         if self.share < 1:

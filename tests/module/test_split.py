@@ -300,3 +300,21 @@ def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(
     monkeypatch.setattr(splitting, "ALIKE_MODELLED", 1.0)
     (note,) = Planner(options).plan(step).notes
     assert "loss in 4 parts" in note
+
+
+class Pieces(nn.Module):
+    """Writes into a part of a new tensor, of which it reads that part alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.new_zeros(x.shape[0] + 8, 256)
+        rows[: x.shape[0]] = self.wide(x).tanh()
+        return self.back(rows[: x.shape[0]].sin()).square().mean()
+
+
+def test_a_part_of_a_new_buffer_is_not_split() -> None:
+    with pytest.raises(InfeasibleBudget):
+        rematplan.plan_module(Pieces(), (torch.randn(64, 16),), budget="10%", costs="roofline")
