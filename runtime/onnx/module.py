@@ -121,8 +121,9 @@ class OnnxModule(nn.Module):
         return self._weight(name) if name in self.names else constant_tensor(value, f"the value {name!r}")
 
     def _run(self, step: Instruction, args: list[Value]) -> Sequence[Value]:
-        """Execute a node and return its results: NumPy arrays if inputs are known and results small, else tensors.
-        Errors become a `ModelError`, except for lack of memory and those of `VALUES_DECIDE`."""
+        """Execute a node and return its results: NumPy arrays if it needs only sizes, or known inputs with small
+        results; else tensors or sequences. Errors become a `ModelError`, except for lack of memory. Those of
+        `VALUES_DECIDE` are raised with a `ModelError` as their attribute ``refusal``."""
         node, row = step.node, step.row
         try:
             if node.op in SIZES and isinstance(args[0], Tensor):
@@ -147,8 +148,8 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Execute one node, move its results to the device of the first tensor in ``values``, add them there, and
-        return them."""
+        """Execute one node, move its results to the device of the first tensor in ``values``, add them to ``values``,
+        and return them."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
         # Tensors made from known values (NumPy arrays) are on the CPU.
@@ -203,6 +204,8 @@ class OnnxModule(nn.Module):
 
 
 def _made(weight: Weight, device: str, filled: bool) -> Tensor:
+    """Return a weight's tensor on ``device``: with the file's values if ``filled``, unless on ``meta``, else
+    uninitialised. `ModelError` for an unknown type, or values of another shape than the file states."""
     dtype = torch_dtype(weight.dtype, f"the weight {weight.name!r}")
     if device == "meta" or not filled:
         return torch.empty(weight.shape, dtype=dtype, device=device)

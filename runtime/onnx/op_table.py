@@ -47,6 +47,8 @@ THEMES = (
 
 
 def _table() -> dict[tuple[str, str], dict[int, Row]]:
+    """Return the rows of all modules in `THEMES`, by (domain, op), then by first opset. `ValueError` for two of one
+    opset."""
     table: dict[tuple[str, str], dict[int, Row]] = {}
     for theme in THEMES:
         for row in theme.ROWS.rows:

@@ -78,6 +78,8 @@ class _Rebatching:
     # -------------------------------------------------------------- running without data
 
     def _begin(self, size: int) -> tuple[dict[str, Any], Any]:
+        """Make ``module`` without data. Return its inputs, at batch size ``size``, and its weights by name, and the
+        mode in which to run it."""
         places = set(self.batch.places)
 
         def inputs() -> list[torch.Tensor]:
@@ -109,9 +111,9 @@ class _Rebatching:
             raise getattr(error, "refusal", error) from None
 
     def follow(self, before: Mapping[str, KnownValue | None]) -> None:
-        """Run the graph without data at the wanted batch size, and replace a node's constants with the export's size
-        before it runs. ``before``: all values at the export's batch size, by name. `ModelError` if a result does not
-        follow the batch."""
+        """Run the graph without data at the wanted batch size, and collect the result's ``nodes``. Before a node runs,
+        those of its constants that were made for the export's batch size are replaced. ``before``: all values at that
+        size, by name. `ModelError` if a result does not follow the batch."""
         values, mode = self._begin(self.batch.size)
         with mode, torch.no_grad(), quiet():
             for step in self.module.program:
@@ -149,8 +151,8 @@ class _Rebatching:
     # -------------------------------------------------------------- changing nodes
 
     def _changed(self, node: Node, values: dict[str, Any], before: Mapping[str, KnownValue | None]) -> Node:
-        """Return a node with the inputs that its rule replaces, whose new nodes and constants are added; the node
-        itself if the rule replaces none."""
+        """Return a node with new inputs where its rule replaces them, after adding the nodes and constants that make
+        these; the node itself if the rule replaces none."""
         rule = None if node.domain else RULES.get(node.op)
         if rule is None:
             return node
@@ -166,7 +168,8 @@ class _Rebatching:
         return replace(node, inputs=tuple(inputs))
 
     def _operand(self, node: Node, at: int, operand: Operand, values: dict[str, Any]) -> str:
-        """Add a constant, and for Expand and Tile a node that applies it to the old input. Return the new input."""
+        """Add a constant, and for Expand and Tile a node that applies it to the old input. Return the new input's
+        name."""
         stated = np.asarray(operand.numbers, np.int64)
         name = f"{node.name}.{at}.batch"
         self.weights.append(Weight(name, "int64", stated.shape, "constant", lambda: stated))
@@ -180,8 +183,8 @@ class _Rebatching:
         return made
 
     def result(self) -> Graph:
-        """Return the changed graph, with a note on the number of changed nodes and without shapes of its outputs;
-        else the original."""
+        """Return the changed graph, with a note on the number of changed nodes and without shapes of its outputs; the
+        unchanged graph if no node was changed."""
         if not self.changed:
             return self.graph
         note = f"{self.changed} nodes that the export made for a batch of {self.batch.traced} follow the batch now"

@@ -118,8 +118,8 @@ def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
 
 
 def _expand(case: RebatchCase) -> Operands:
-    """Return the new shape of an Expand: its batch axis scaled, or its first axis if the Expand makes that with an
-    export's batch above 1. Nothing in other cases."""
+    """Return the new shape of an Expand: its batch axis scaled. If the input has no batch axis, the first axis is
+    scaled if the Expand makes it and its size is the export's batch, above 1. Nothing in other cases."""
     target, source, new = case.constant(1), case.old[0], case.new[0]
     if target is None or source is None or new is None or case.result is None:
         return {}
@@ -136,8 +136,8 @@ def _expand(case: RebatchCase) -> Operands:
 
 
 def _concat(case: RebatchCase) -> Operands:
-    """Return an Expand for each input without the batch, of size 1 along its axis, if the export's batch is 1. Nothing
-    if batched inputs disagree or are concatenated along the batch."""
+    """Return an Expand for each input that lacks the batch and has size 1 along the batch axis, if the export's batch
+    is 1. Nothing if the batched inputs have different batch axes; no Expand along the axis of concatenation."""
     axes = [case.axis(at) for at in range(len(case.old))]
     batched = {a for a in axes if a is not None}
     along: Any = case.node.attributes.get("axis", 1)
@@ -162,7 +162,8 @@ def _resize(case: RebatchCase) -> Operands:
 
 
 def _recurrent(case: RebatchCase) -> Operands:
-    """Return the replaced inputs of a recurrent layer: initial states for a batch of one are expanded."""
+    """Return an Expand for each initial state of a recurrent layer that is for a batch of one, as the export is.
+    Nothing if the layer's input has no batch axis, or the export another batch."""
     if case.axis(0) is None or case.batch.traced != 1:
         return {}
     at_batch = 0 if case.node.attributes.get("layout") else 1
@@ -191,8 +192,8 @@ def _gather(case: RebatchCase) -> Operands:
 
 
 def _gather_elements(case: RebatchCase) -> Operands:
-    """Return the expanded data of a GatherElements with an export of batch one, if its size along the indices' batch
-    axis is 1; else nothing."""
+    """Return the expanded data of a GatherElements with an export of batch one, if the data's size along the batch axis
+    of the indices is 1; else nothing."""
     axis, table = case.axis(1), case.old[0]
     along: Any = case.node.attributes.get("axis", 0)
     if axis is None or table is None or case.axis(0) is not None or case.batch.traced != 1:

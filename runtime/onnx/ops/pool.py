@@ -46,8 +46,8 @@ class Window:
 
 
 def window(node: Node, x: Tensor) -> Window:
-    """Return a pooling window on ``x`` (N, C, …), by ONNX's output size; `ModelError` if the kernel has another number
-    of axes."""
+    """Return a pooling window on ``x`` (N, C, …), by ONNX's output size. `ModelError` if ``kernel_shape`` is absent,
+    does not match the input's spatial axes, or there are not 1 to 3 of these."""
     kernel = ints(node, "kernel_shape")
     rank = x.dim() - 2
     if kernel is None or len(kernel) != rank or rank not in MAX_POOL:

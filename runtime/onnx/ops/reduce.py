@@ -31,6 +31,7 @@ def _extreme(function: Reduction, of_none: float) -> Reduction:
     result is ``of_none``, an infinity, or for integers the end of the type."""
 
     def run(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+        """Reduce ``axes`` of ``x``; ``keep``: whether they stay with size 1."""
         if x.numel():
             return (
                 function(x.to(torch.uint8), axes, keep).to(x.dtype)

@@ -78,6 +78,7 @@ class Rule:
 
 
 def _rule(node: Node, coordinates: str) -> Rule:
+    """Return how a node interpolates. ``coordinates``: the default of its ``coordinate_transformation_mode``."""
     return Rule(
         mode=text(node, "mode", "nearest"),
         coordinates=text(node, "coordinate_transformation_mode", coordinates),
@@ -173,6 +174,8 @@ def _beyond(axis: Axis, rule: Rule) -> np.ndarray:
 
 
 def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
+    """Resize ``axes`` of ``x`` by ``rule``: with torch's kernel if it equals ONNX's formulas, else axis by axis.
+    `ModelError` for an unknown mode, coordinate formula or rounding."""
     if rule.coordinates not in COORDINATES or rule.rounding not in ROUNDINGS:
         raise refuse(
             node, f"coordinates {rule.coordinates!r} with rounding {rule.rounding!r} are not supported"
@@ -188,6 +191,8 @@ def _resized(node: Node, x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor:
 
 
 def _one_axis(x: Tensor, axis: Axis, rule: Rule) -> Tensor:
+    """Resize one axis of ``x``: select elements for ``nearest``, else multiply by the interpolation matrix. Positions
+    outside of the input get ``rule.extrapolation`` for ``tf_crop_and_resize``."""
     outside = _beyond(axis, rule)
     if rule.mode == "nearest":
         coordinates = COORDINATES[rule.coordinates](np.arange(axis.out, dtype=np.float64), axis)

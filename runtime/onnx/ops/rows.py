@@ -73,6 +73,7 @@ class OpRows:
         """Return a decorator that adds an entry for each opset in ``since``. Other arguments are fields of `Row`."""
 
         def collect(handler: H) -> H:
+            """Add an entry with ``handler`` for each opset, and return ``handler``."""
             self.rows += [
                 Row(
                     "",
