@@ -41,7 +41,7 @@ def spanned(args: argparse.Namespace) -> tuple[str, range] | None:
 
 def plan_sizes(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan plan`` for a range: plan all sizes, show a table, and return 0; `UnfitSizes` if some have no
-    plan."""
+    plan. `UsageError` for ``--output`` or ``--problem-out``, two lanes, or another strategy than ``auto``."""
     for option, file in (("--output", args.output), ("--problem-out", args.problem_out)):
         if file:
             raise UsageError(f"{option}: a file is for one size; plan one size of the range for it")
@@ -64,8 +64,8 @@ def plan_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def draw_sizes(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve`` for a range of sizes: show, and write if asked for, the overhead at each. Return the
-    exit status 0."""
+    """Run ``rematplan curve`` for a range of sizes: show, and write if asked for, the overhead at each. Return the exit
+    status 0. `UsageError` for ``--measure``, or another strategy than ``auto``."""
     if args.measure:
         raise UsageError("--measure goes with one size, not with a range")
     if set(args.strategy or (Auto.name,)) != {Auto.name}:

@@ -54,6 +54,8 @@ class BypassWarnings:
         before, told = _planned_calls, False
 
         def tell(_: torch.Tensor) -> None:
+            """Warn if no planned module was called yet, at the first gradient only, and end the watch with the
+            backward."""
             nonlocal told
             if told or current_graph_task() < 0:  # weight gradients that come after a planned backward
                 return

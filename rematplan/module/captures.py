@@ -117,6 +117,8 @@ class Captures:
             )
 
     def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
+        """Return the capture of a call: a ready one that serves it, else one of ``shapes`` or a new one. `ModelError`
+        for a model or arguments that cannot be planned."""
         tracing.check()
         for ready in self.ready:
             if ready.serves(tracing):

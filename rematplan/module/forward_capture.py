@@ -125,6 +125,8 @@ class Tracing:
             raise NotCaptured(str(error)) from error.__cause__
 
     def _with_clean_caches(self) -> Found:
+        """Trace as `_fixed` does. If that fails because functions have cached tensors of a trace, empty these caches,
+        fill them in eager mode, and trace again."""
         try:
             return self._fixed()
         except NoGradients:
@@ -141,6 +143,8 @@ class Tracing:
             empty_traced_caches()
 
     def _fixed(self) -> Found:
+        """Trace the forward and the backward once, and check that state which the forward changes returns. Warn of
+        attributes that a planned forward does not set."""
         with self._recording() as record:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):

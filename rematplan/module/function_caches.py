@@ -23,6 +23,7 @@ def empty_traced_caches() -> bool:
 
 
 def _has_traced(cache: Any) -> bool:
+    """Return whether a function's cache has a tensor of a trace, also inside of dictionaries, lists and tuples."""
     seen: set[int] = set()
     todo = gc.get_referents(cache)
     while todo:

@@ -19,6 +19,8 @@ def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | Non
 
 
 class _Comparison:
+    """Compares two captured steps. ``names``: as `names_of` returns it."""
+
     def __init__(self, step: CapturedStep, other: CapturedStep) -> None:
         self.step, self.other = step, other
         self._names: dict[str, str] = {}
@@ -43,6 +45,7 @@ class _Comparison:
         return (a.kind, a.target) == (b.kind, b.target) and self._names.get(a.value) == b.value
 
     def _call(self, a: Call, b: Call) -> bool:
+        """Return whether two calls are equal apart from names, and record the names of the call and its results."""
         if len(a.results) != len(b.results):
             return False
         known = self._names
@@ -84,6 +87,8 @@ def _exactly(call: Call) -> Any:
 
 
 def _layout(value: Value) -> tuple[Any, ...]:
+    """Return what must be equal in two values: shape, strides except of dimensions of size 1, offset, type, device and
+    bytes of the storage."""
     fake = value.fake
     strides = tuple(0 if size == 1 else stride for size, stride in zip_longest(fake.shape, fake.stride()))
     return (

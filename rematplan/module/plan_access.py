@@ -262,6 +262,8 @@ def watch_backwards(planned: nn.Module) -> None:
 
 
 def _last(planned: HasRunner) -> CacheEntry:
+    """Return the entry of the latest call or prepared plan. `UsageError` if there is none, or the model is planned in
+    parts."""
     runner, *others = planned._rematplan.runners
     if others:
         raise UsageError(

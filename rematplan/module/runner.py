@@ -304,6 +304,7 @@ class Runner:
         return Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
 
     def _state(self, original: Original) -> guards.ModuleState:
+        """Return the model's state now. The tree of its modules is made anew if modules have changed."""
         module = original.model
         with LOCK.shared():
             state = self.tree.state(module) if self.tree else None
@@ -387,6 +388,8 @@ class Runner:
             )
 
     def _new(self, tracing: Tracing) -> CacheEntry:
+        """Return a new entry for a call, and add it to ``plans``. `UsageError` for sizes outside of the stated ranges;
+        `ModelError` for a second kind of call if ``dynamic_shapes`` is False."""
         self.asked.check(tracing.model, *pytree.tree_unflatten(tracing.leaves, tracing.spec))
         if self.plans and not self.asked.dynamic:
             raise ModelError(

@@ -194,8 +194,8 @@ class SizedPlans:
 
     @cached_property
     def _compared(self) -> tuple[tuple[tuple[int, ...], frozenset[int]], ...]:
-        """For sizes and strides, then for bytes: the positions of compared expressions, and the step's integers they
-        are compared with."""
+        """What `_pattern` compares: for shapes, strides and offsets, then for bytes, the positions of expressions, and
+        the plain integers. The first integers include 0 and 1."""
         layouts = [n for v in self.step.values.values() for n in (*v.shape, *v.stride, v.offset)]
         both = (0, 1, *layouts), self.step.memories
         return tuple(

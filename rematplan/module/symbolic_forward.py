@@ -175,6 +175,8 @@ def open_constants(constants: Sequence[Any], table: ExpressionTable) -> list[Any
 
 
 def _open(constant: Any, table: ExpressionTable) -> Any:
+    """Return a leaf of a forward's results, its symbolic sizes as integers or references into ``table``. `NotSymbolic`
+    for an object that may have hidden sizes."""
     if isinstance(constant, torch.Size):
         return _Shape(tuple(opened(list(constant), table.add)))
     if isinstance(constant, torch.SymInt):

@@ -226,8 +226,8 @@ class OpenShapes:
         )
 
     def _compared(self, forward: OpenForward, state: guards.ModuleState) -> tuple[bool, OpenForward]:
-        """Compare a new symbolic capture with known shapes. Return whether it serves one, and the capture with that
-        one's names of calls and values; `NotSymbolic` if calls differ."""
+        """Compare a new symbolic capture with known shapes. Return whether it serves one, and the capture, with calls
+        and values named as in the last one that it serves. `NotSymbolic` if calls differ."""
         served = False
         for batch, known in self.known:
             outcomes = known.guard.decided.outcomes == forward.guard.decided.outcomes

@@ -12,8 +12,8 @@ from rematplan.module.plan_access import IN_PLACE, HasRunner
 
 
 def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of modules that match ``patterns``, without those inside of others; `UsageError` if a pattern
-    matches none."""
+    """Return the names of modules that match ``patterns``, without those inside of others; `UsageError` if a pattern is
+    no text or matches none."""
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

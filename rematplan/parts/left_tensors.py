@@ -15,7 +15,7 @@ from rematplan.runtime.guards.python_state import TENSORS
 
 
 def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, except ``results``, that Python still holds and whose graph has one of ``nodes``."""
+    """Return the tensors, except ``results``, that Python still holds and whose autograd graph has one of ``nodes``."""
     known = {id(one) for one in results}
     without: set[Any] = set()
     objects = gc.get_objects()
@@ -42,7 +42,8 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
 
 
 def _reaches(start: Any, nodes: Collection[Any], without: set[Any]) -> bool:
-    """Return whether a node's graph has one of ``nodes``. ``without``: nodes whose graphs are known to have none."""
+    """Return whether a node's autograd graph has one of ``nodes``. ``without``: nodes whose graphs are known to have
+    none; all nodes of this graph are added if it has none."""
     todo, seen = [start], {start}
     while todo:
         node = todo.pop()

@@ -72,7 +72,9 @@ class Division:
 
 
 class PlannedParts:
-    """Runs the training steps of one model, whose parts are planned under one budget."""
+    """Runs the training steps of one model, whose parts are planned under one budget. ``find``: returns the modules of
+    the model that may be parts, by name. ``error``: why the whole model cannot be captured, so that those parts are
+    planned that can be; None if the user stated the parts."""
 
     def __init__(
         self,
@@ -80,8 +82,6 @@ class PlannedParts:
         find: Callable[[nn.Module], Mapping[str, nn.Module]],
         error: ModelError | None = None,
     ) -> None:
-        #: ``find``: returns the modules of the model that may be parts, by name. ``error``: why the whole model cannot
-        #: be captured, so that those parts are planned that can be; None if the user stated the parts.
         self.planner, self.find, self.error = planner, find, error
         self.parts: Mapping[str, nn.Module] = {}
         """The modules that may be parts, as found for the latest rehearsal."""
@@ -133,8 +133,8 @@ class PlannedParts:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module by ``runner``, or as it is if that is None. With gradients, count the run in ``ran``. A part
-        that raises `ModelError` runs without a plan from then on, with a warning, unless the user stated it."""
+        """Run a module by ``runner``, or as it is if ``runner`` is None. With gradients, count the run in ``ran``. A
+        part that raises `ModelError` runs without a plan from then on, with a warning, unless the user stated it."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         ran[name] += 1
@@ -157,8 +157,8 @@ class PlannedParts:
         return [name for name in self.parts if name not in known and not inside(name, called)]
 
     def _learn(self, modules: Mapping[str, nn.Module], ran: Counter[str]) -> None:
-        """Warn of what ran more often than in the rehearsal, expect it from now on, and drop the divisions of that
-        rehearsal. ``ran``: how often each part has run."""
+        """Warn of what ran more often than in the rehearsal, once for each module, expect it from now on, and drop the
+        divisions of that rehearsal. ``ran``: how often each part has run."""
         assert self.last
         rehearsed = self.last.plan.rehearsed
         expected = Counter(name for name, _ in rehearsed.calls)
@@ -261,6 +261,8 @@ class PlannedParts:
         ) from self.error
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
+        """Return the division of the budget for a rehearsed step. If no plans fit, raise `InfeasibleBudget`, or take
+        the smallest budget found and warn, as `reaction` says. ``sums``: whether gradients of earlier steps exist."""
         named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
         around = around_parts(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
@@ -281,8 +283,8 @@ class PlannedParts:
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether a rehearsal at these sizes is enough for a call: no tensor is larger in a dimension, except
-    small ones."""
+    """Return whether a rehearsal at these sizes is enough for a call: tensors have as many dimensions, and none is
+    larger in a dimension, except small ones (`SMALL`)."""
     if [t.dim() for t in tensors] != [len(shape) for shape in sizes]:
         return False
     most = SMALL * sum(t.nbytes for t in tensors)

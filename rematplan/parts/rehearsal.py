@@ -47,7 +47,8 @@ UNKNOWN = 2
 
 
 class Rehearsal:
-    """Rehearses the training steps of one model."""
+    """Rehearses the training steps of one model. Of ``parts`` inside of each other, the outer is planned if it can be
+    captured. ``stated``: whether each must be. ``earlier``: a rehearsal of the same call with other parts."""
 
     def __init__(
         self,
@@ -57,8 +58,6 @@ class Rehearsal:
         stated: bool,
         earlier: Rehearsal | None = None,
     ) -> None:
-        #: Of ``parts`` inside of each other, the outer is planned if it can be captured. ``stated``: whether
-        #: each must be. ``earlier``: a rehearsal of the same call with other parts.
         self.model, self.parts, self.stated = model, parts, stated
         self._captured: list[EqualParts] = earlier._captured if earlier else []
         """What has been captured, also in earlier rehearsals of this call."""
@@ -182,8 +181,9 @@ class Rehearsal:
         return frozenset((*by_inputs, *by_weights))
 
     def _uncalled(self) -> list[tuple[str, EqualParts]]:
-        """Return a call of each module that did not run but equals a part that did, since layers may be dropped by
-        chance. The names of these modules are added to the groups."""
+        """Return the name and the group of each module that did not run but equals a part, since layers may be dropped
+        by chance. Refused modules, and those inside or around a called part, are left out. The names are added to the
+        groups."""
         called = {name for name, _ in self._calls}
         found = []
         for name, part in self.parts.items():

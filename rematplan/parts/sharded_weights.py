@@ -154,6 +154,8 @@ class Substitutes:
         return leaf if ref is None or ref() is not leaf else weight
 
     def _before(self, state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put substitutes in place of weights that are shards now, until the module's forward has run. Return the
+        arguments, converted as FSDP2 would."""
         del module
         self._free(state)
         stack = self._gathered[state] = ExitStack()
@@ -179,6 +181,7 @@ class Substitutes:
             gathered.close()
 
     def _substitute(self, weight: Any) -> nn.Parameter:
+        """Return a new substitute of a weight, after passing it to ``made``."""
         param, dim = weight.sharded_param, weight.fsdp_placement.dim
         with torch.no_grad(), disable_current_modes():
             whole = torch.zeros(param.shape, dtype=gathered_type(weight), device=weight.device)

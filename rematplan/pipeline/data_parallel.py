@@ -34,7 +34,8 @@ class DataParallel:
             raise UsageError("state shards (FSDP2) or replicas (DistributedDataParallel), not both")
 
     def resident(self, stage: StageModule, device: torch.device) -> int:
-        """Return the bytes that FSDP2 or DDP holds for a stage during the whole step, beyond its parameters."""
+        """Return the bytes that FSDP2 or DDP holds for a stage during the whole step in addition to the whole
+        parameters; 0 without both. With FSDP2 these are this process's shards and the padding."""
         if self.shards > 1:
             # This process's shard, and padding: the first dimension is divided evenly, rounded up.
             every = list(stage.module.parameters())

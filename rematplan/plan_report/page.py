@@ -242,7 +242,7 @@ def _said(subject: Subject, found: Replay) -> list[str]:
 
 
 def _lanes(subject: Subject, found: Replay) -> Iterator[str]:
-    """Yield when the two lanes of a plan compute what; nothing for a plan on one lane."""
+    """Yield the HTML that shows the runs of both lanes over time. Yield nothing for a plan on one lane."""
     lanes = subject.plan.lanes
     if lanes is None:
         return

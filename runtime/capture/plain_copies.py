@@ -18,8 +18,9 @@ COPY = torch.ops.aten.copy.default
 
 
 def with_plain_copies(step: CapturedStep) -> CapturedStep:
-    """Return the step without copies (`aten.copy`) that have the type and layout of their source, which calls read
-    instead. If a copy differs from its source in strides alone, only scatters read the source instead."""
+    """Return the step without copies that have their source's type, shape, strides and device, if both fill their
+    storages. Calls read the source instead. If only the strides or the storage differ, only scatters read the
+    source."""
     source, renamed, moved = dict[str, str](), dict[str, str](), dict[str, str]()
     calls = []
     for call in step.calls:

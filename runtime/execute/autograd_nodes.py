@@ -35,6 +35,7 @@ def _once_differentiable(backward: Any) -> Any:
     again. ``backward``: the method."""
 
     def checked(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Run ``backward``. If gradients are enabled, its results raise an error when they are differentiated."""
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():

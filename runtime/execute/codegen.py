@@ -27,7 +27,9 @@ Note: TypeAlias = Callable[[str, torch.Tensor], None]
 
 class Writer(Emitter):
     """Writes the Python source that runs a schedule, line by line, and tracks which values are in variables. A variable
-    is deleted when its value's storage is freed, and before the op that computes it runs again."""
+    is deleted when its value's storage is freed, and before the op that computes it runs again. ``for_any_sizes``:
+    whether each written function takes the values of all size expressions as its first argument ``s``. ``note``: called
+    by the source with the name and the tensor of each value; a `LayoutCheck` if calls may overwrite operands."""
 
     def __init__(
         self,
@@ -39,8 +41,6 @@ class Writer(Emitter):
         note: Note | LayoutCheck | None = None,
     ) -> None:
         super().__init__(step, schedule)
-        #: ``for_any_sizes``: whether each written function takes the values of all size expressions as its
-        #: first argument ``s``.
         self.for_any_sizes, self.unused = for_any_sizes, unused
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
@@ -62,8 +62,6 @@ class Writer(Emitter):
         self.own: set[str] = set()
         self.overwrite = overwrite
         self.ends: dict[int, list[str]] = {}  # position → storages freed after it without a Free
-        #: Whether the source calls ``note`` with the name and the tensor of each value. If calls may overwrite
-        #: operands, it is a `LayoutCheck`.
         self.noting = note is not None
         if note:
             self.scope["note"] = note
@@ -307,6 +305,8 @@ class Writer(Emitter):
         return f"{self._target(call.target)}{sized}({', '.join(arguments)})"
 
     def _literal(self, value: Any) -> str:
+        """Return the source of an argument of a call. A value that has no source of its own becomes a constant in
+        ``scope``."""
         if isinstance(value, Ref):
             return self.use(value.value)
         if isinstance(value, TrackedSize):
@@ -324,6 +324,7 @@ class Writer(Emitter):
 
     def _target(self, target: Any) -> str:
         # Two targets that are equal only at the step's sizes are two.
+        """Return the name in ``scope`` of the function that runs a call's target. Equal targets share one name."""
         key = without_values(target) if hasattr(target, "at_sizes") else target
         if key not in self.targets:
             text = getattr(target, "source_name", str(target))

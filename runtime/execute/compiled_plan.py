@@ -32,8 +32,10 @@ Sink: TypeAlias = Callable[[Mapping[str, torch.Tensor | None], bool], None]
 
 class CompiledPlan:
     """A plan that takes part in autograd: calling it runs the forward half, and the outputs' backward the backward
-    half. If it is compiled for any sizes, only a plan that `at` returns can be called. Raises `ProblemError` if the
-    schedule or the lanes do not fit the step."""
+    half. If it is compiled for any sizes, only a plan that `at` returns can be called. ``spare``: by position, the
+    unused bytes of the budget, which gradients may occupy until their segment ends; empty for no limit. ``unused``:
+    those with which the first run may check kernels. Raises `ProblemError` if the schedule or the lanes do not fit the
+    step."""
 
     def __init__(
         self,
@@ -44,8 +46,6 @@ class CompiledPlan:
         for_any_sizes: bool = False,
         unused: Sequence[int] = (),
     ) -> None:
-        #: ``spare``: by position, the unused bytes of the budget, which gradients may occupy until their
-        #: segment ends. Empty for no limit. ``unused``: those with which the first run may check kernels.
         self.schedule, self.lanes, self.spare = schedule, lanes, spare
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""
@@ -349,8 +349,8 @@ def finish_backward(call: PlanCall) -> None:
 
 
 def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Add a gradient to ``parameter.grad`` in place, or set the gradient itself if that is None, and run the
-    parameter's hooks as autograd does. Nothing happens if the gradient is None or the parameter is frozen."""
+    """Add a gradient to ``parameter.grad`` in place, or make it ``parameter.grad`` if there is none, and run the
+    parameter's hooks as autograd does. Nothing happens if ``gradient`` is None or the parameter is frozen."""
     if gradient is None or not parameter.requires_grad:
         return
     with torch.no_grad():

@@ -92,6 +92,8 @@ class Recovery(Lane):
                     del failed  # otherwise a reference cycle: its traceback refers to this frame
 
     def _run(self, recover: Callable[[], None], stream: Any) -> None:
+        """Run ``recover`` in this thread, on ``stream`` if it is not None, without gradients and autocast. An exception
+        is announced by `fail`."""
         torch.get_num_threads()  # oneDNN otherwise ignores torch.set_num_threads in a new thread: other bits and peaks
         try:
             plain = torch.no_grad(), torch.autocast(self.device.type, enabled=False)

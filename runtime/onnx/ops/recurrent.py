@@ -71,6 +71,7 @@ class CellWeights:
 def _check(kind: Kind) -> Callable[[Node], None]:
     """Return the check of a node of this kind: it raises `ModelError` for an unknown direction or activation, or
     another number of activations than its directions need."""
+
     def check(node: Node) -> None:
         direction = text(node, "direction", "forward")
         if direction not in DIRECTIONS:
