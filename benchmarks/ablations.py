@@ -26,7 +26,7 @@ from random_layered import PUBLISHED, random_layered
 
 from rematplan.api import Sizes, load_step, problem
 from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.planner.annealing import restarts
+from rematplan.planner.annealing import annealing_search
 from rematplan.planner.annealing.cooling_schedule import CoolingSchedule, Ordering
 from rematplan.planner.auto import auto_session, smallest_peak_search
 from rematplan.planner.auto.auto_session import AutoSession
@@ -49,7 +49,7 @@ def schedule(**changes: object) -> Off:
         stack = ExitStack()
         for name in ("WITH_PHASES", "WITHOUT_PHASES"):
             stack.enter_context(
-                mock.patch.object(restarts, name, replace(getattr(restarts, name), **changes))
+                mock.patch.object(annealing_search, name, replace(getattr(annealing_search, name), **changes))
             )
         return stack
 
@@ -70,8 +70,8 @@ PARTS: Mapping[str, Off] = {
     "search without inverses first": patched(
         auto_session, "search_without_inverses_first", lambda graphs, share, one: one(graphs[-1], 1.0, ())
     ),
-    "sequences of the bound's programs": patched(restarts.Search, "_suggested", lambda self, k: ()),
-    "descents between rounds": patched(restarts.Search, "_descends", lambda self, k: False),
+    "sequences of the bound's programs": patched(annealing_search.Search, "_suggested", lambda self, k: ()),
+    "descents between rounds": patched(annealing_search.Search, "_descends", lambda self, k: False),
     "gentle rounds": patched(CoolingSchedule, "is_gentle", lambda self, k, fits: False),
     "cooler reheated rounds": schedule(reheat=1.0),
     "rounds of Luby's lengths": patched(CoolingSchedule, "length", lambda self, k, fits: 1.0),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from rematplan import api
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
-from rematplan.planner.annealing.adapt_to_size import ADAPT, polished
+from rematplan.planner.annealing.polish import ADAPT, polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.simulator import simulate

@@ -10,7 +10,7 @@ from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.problem_json import problem_from_json
-from rematplan.planner.annealing.adapt_to_size import polished
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rematplan.ir import CHEAP, InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak, plan_from_runs

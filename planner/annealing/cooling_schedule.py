@@ -1,5 +1,5 @@
 """The constants of a search by simulated annealing, which is a sequence of hot and reheated rounds
-(`restarts`).
+(`annealing_search`).
 
 Lengths follow the sequence of Luby, Sinclair and Zuckerman (1993), because the minimum is decided early in a
 round. For the same reason some pairs are *gentle*: the price of bytes over the budget rises slowly. Without

@@ -12,11 +12,11 @@ from dataclasses import replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.ir.errors import Known
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
-from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
@@ -67,7 +67,7 @@ class AutoSession:
         # Without phases one search has two threads.
         self.two_threads = graph.has_phases and cores and not options.moves
         proving = SHARES.proving(self.effort) if self.brief else self.effort
-        self.proof = Proof(self.bound, proving.like(SHARES.bound if cores else 1.0), options.gap)
+        self.bound_thread = BoundThread(self.bound, proving.like(SHARES.bound if cores else 1.0), options.gap)
         self.take((*starts, *known))
         self.refusal = RefusalSearch(
             options, self.problem, graph, starts, self.known, self.take, progress, self.effort
@@ -99,7 +99,7 @@ class AutoSession:
     def find(self) -> Plan | None:
         """Search as `plan` does, but return None if no plan is found that fits. An interrupt is raised again if no plan
         fits yet."""
-        with self.proof:
+        with self.bound_thread:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
                     self.gather()
@@ -118,7 +118,7 @@ class AutoSession:
         for plan in plans:
             if plan not in self.known and (self.order is None or self.order.accepts(runs_of(plan.schedule))):
                 self.known.append(plan)
-        self.proof.overhead = self.best_overhead
+        self.bound_thread.overhead = self.best_overhead
 
     @property
     def best(self) -> Plan | None:
@@ -266,7 +266,7 @@ class AutoSession:
             if not last and graph is self.graph:
                 share = 1.0 if self.options.keep_order else SHARES.marked
             if self.anneal(graph, share * self.effort.left) and last and not self.finished:
-                self.proof.finish(self.effort.left)
+                self.bound_thread.finish(self.effort.left)
             return self.best
 
         marked = () if self.graph is final else (self.graph,)
@@ -281,7 +281,7 @@ class AutoSession:
 
         def report(_fraction: float, overhead: float | None) -> None:
             if overhead is not None:
-                self.proof.overhead = min(self.proof.overhead, overhead)
+                self.bound_thread.overhead = min(self.bound_thread.overhead, overhead)
             self.report(_text(overhead, self.bound.best.overhead))
 
         seed = self.options.seed + (2 if alone else 0)
@@ -309,7 +309,7 @@ class AutoSession:
         with counted moves or without phases."""
         if not self.two_threads or not other.graph.has_phases:
             return nullcontext()
-        return SecondSearch(other, self.proof, effort.left, starts)
+        return SecondSearch(other, self.bound_thread, effort.left, starts)
 
     def report(self, text: str) -> None:
         """Call the progress callback with ``text`` and the share of the time limit that is spent."""

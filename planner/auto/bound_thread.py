@@ -15,7 +15,7 @@ LAST_WORDS = 0.5
 later."""
 
 
-class Proof:
+class BoundThread:
     """A context in which a thread searches for a lower bound of the overhead. The block must keep ``overhead`` at its
     best plan's overhead. The search ends with the block, or once its bound is at most ``gap`` below ``overhead``. With
     counted moves the block begins after the search. The thread's exception is raised at the end of the block, unless
@@ -40,7 +40,7 @@ class Proof:
         self.spent = self.effort.spent()
         return self.overhead <= floor + self.gap
 
-    def __enter__(self) -> Proof:
+    def __enter__(self) -> BoundThread:
         self._thread.start()
         if self.effort.moves:
             self._thread.join()

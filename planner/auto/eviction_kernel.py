@@ -38,7 +38,7 @@ class Policy(NamedTuple):
     last_first: bool
     """Whether the last missing tensor is recomputed first."""
     passes: int
-    """Whether outputs may be evicted and computed again in a later pass (`deferral`): 0 if not, 1 for as few passes as
+    """Whether outputs may be evicted and computed again in a later pass (`passes`): 0 if not, 1 for as few passes as
     may fit, 2 for one more."""
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.csr import Ints, compressed_rows
 from rematplan.planner.arrays.precedence import needed_ops
-from rematplan.planner.auto.deferral import passes_of
 from rematplan.planner.auto.eviction_kernel import (
     LEFT,
     RAN,
@@ -27,6 +26,7 @@ from rematplan.planner.auto.eviction_kernel import (
     Policy,
     simulate,
 )
+from rematplan.planner.auto.passes import passes_of
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.caches.uncompiled_loops import plain
 from rematplan.planner.core.effort import Effort

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import RUNGS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.annealing.annealing_search import Search
+from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.core.effort import Effort
 
 SHORTEST = 1.0
@@ -17,9 +17,11 @@ class SecondSearch:
     """A context in which a thread waits for the search for a bound, then anneals until the block ends. It does not
     anneal if at most `SHORTEST` seconds are left then."""
 
-    def __init__(self, search: Search, proof: Proof, seconds: float, starts: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, search: Search, bound_thread: BoundThread, seconds: float, starts: Sequence[Sequence[str]]
+    ) -> None:
         # ``seconds``: CPU seconds of the bound and the annealing together.
-        self.search, self.proof, self.seconds, self.starts = search, proof, seconds, starts
+        self.search, self.bound_thread, self.seconds, self.starts = search, bound_thread, seconds, starts
         self.effort: Effort | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -37,11 +39,11 @@ class SecondSearch:
     def _work(self) -> None:
         """Wait until the search for a bound ends, then anneal for the seconds left. End as soon as the block has
         ended."""
-        began = self.proof.spent
-        while self.proof.working:
+        began = self.bound_thread.spent
+        while self.bound_thread.working:
             if self._stopped.wait(0.1):
                 return
-        left = self.seconds - (self.proof.spent - began)
+        left = self.seconds - (self.bound_thread.spent - began)
         if left > SHORTEST:
             self.effort = Effort(left)
             if not self._stopped.is_set():  # `__exit__` cannot stop an effort that did not exist yet

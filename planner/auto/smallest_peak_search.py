@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans

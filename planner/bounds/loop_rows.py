@@ -36,10 +36,12 @@ def violated(program: CutProgram, values: Sequence[float]) -> list[Loop]:
 
     ``values``: by number of the variable.
     """
-    return sorted(set(chain.from_iterable(_unfounded(program, values, i) for i in range(program.last + 1))))
+    return sorted(
+        set(chain.from_iterable(_loops_between_cuts(program, values, i) for i in range(program.last + 1)))
+    )
 
 
-def _unfounded(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
+def _loops_between_cuts(program: CutProgram, values: Sequence[float], i: int) -> Iterator[Loop]:
     """Yield the loops of a solution in interval ``i`` between two cuts, as sorted tuples of names."""
     recipes = program.order.recipes
     there = {t for t in program.tracked if is_set(values, program.h[t, i])}

@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import compile_annealer
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
 from rematplan.planner.annealing.problem_arrays import recipes
-from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of

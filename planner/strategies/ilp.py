@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.annealing.annealer import compile_annealer
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, refusal
-from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.bounds.bound_search import BoundSearch

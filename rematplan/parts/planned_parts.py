@@ -26,9 +26,9 @@ from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.around_parts import accumulates, around_parts
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
+from rematplan.parts.forward_patches import Patches
 from rematplan.parts.left_tensors import attribute_tensors
 from rematplan.parts.live_bytes import allocated_bytes
-from rematplan.parts.patched import Patches
 from rematplan.parts.rehearsal import Rehearsal, repeated_bytes
 from rematplan.parts.rehearsed import EqualParts, Rehearsed, inside
 from rematplan.parts.sharded_weights import check_weights, with_shards

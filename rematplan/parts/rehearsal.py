@@ -20,9 +20,9 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
+from rematplan.parts.forward_patches import Patches
 from rematplan.parts.left_tensors import AttributeTensors, left_tensors, not_part_of
 from rematplan.parts.live_bytes import LiveBytes, allocated_bytes
-from rematplan.parts.patched import Patches
 from rematplan.parts.placeholder import Placeholder
 from rematplan.parts.rehearsed import IS_EQUAL, TOO_SMALL, UNTRAINED, EqualParts, Event, Rehearsed, inside
 from rematplan.parts.sharded_weights import Substitutes

@@ -62,7 +62,7 @@ def problem_in_flight(step: CapturedStep, graph: TrainingGraph, loss: LossMemory
     )
 
 
-def most_in_flight(problem: StageProblem, asked: PlanOptions) -> int:
+def budget_in_flight(problem: StageProblem, asked: PlanOptions) -> int:
     """Return the budget in bytes. A share, such as ``60%``, is one of the peak of ``problem`` without recomputation;
     `UsageError` for ``min``, ``least`` and shares of activations."""
     budget = asked.stated_budget()

@@ -21,7 +21,7 @@ from rematplan.planner.strategies.store_all import StoreAll
 from rematplan.plans.budgets import Budget
 from rematplan.plans.held_by_others import Reserved
 from rematplan.plans.in_flight import (
-    most_in_flight,
+    budget_in_flight,
     plan_in_flight,
     problem_in_flight,
     search_in_flight,
@@ -175,7 +175,7 @@ class Planner(StepProblems):
         without splits."""
         if not self.options.several:
             return trials_of_step(self, self.limit(self.problem_at(step)[1]))
-        most = most_in_flight(self._stage(step)[1], self.options)
+        most = budget_in_flight(self._stage(step)[1], self.options)
         short = replace(self.options, strategy=strategy_of_trials(self.options))
 
         def trial(step: CapturedStep) -> SplitTrial:
@@ -222,7 +222,7 @@ class Planner(StepProblems):
         ``deferred``. A percentage refers to the step ``original``."""
         step, problem = self._stage(step)
         whole = problem if self.options.split == UNSPLIT else self._stage(original)[1]
-        return plan_in_flight(step, problem, most_in_flight(whole, self.options), self.options)
+        return plan_in_flight(step, problem, budget_in_flight(whole, self.options), self.options)
 
     def _stage(self, step: CapturedStep) -> tuple[CapturedStep, StageProblem]:
         asked, step = self.options, self.with_inverses(step)

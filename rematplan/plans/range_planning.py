@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rematplan.ir import InfeasibleBudget, show_bytes
-from rematplan.planner.annealing.adapt_to_size import polished
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.bounds.cut_bounds import min_peak_bound

@@ -1,4 +1,4 @@
-"""Checks for what a planned step cannot have: sparse, nested or hidden tensors, and hooks with side effects."""
+"""Checks for what a planned step cannot have: sparse, nested or hidden tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.guards.module_state import HOOKS
-
-COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""How names of modules begin whose hooks only compute: they reparametrise weights or collect inner outputs."""
 
 
 def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
@@ -101,18 +97,3 @@ class Withheld:
         )
 
     __call__ = __iter__ = __getitem__ = _refuse
-
-
-def hooked(module: nn.Module) -> list[str]:
-    """Return the names of the submodules, without the module itself, that have hooks with possible side effects. Hooks
-    that modules in `COMPUTING` define have none."""
-    return [
-        name
-        for name, m in module.named_modules()
-        if m is not module
-        and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
-    ]
-
-
-def _only_computes(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(COMPUTING)

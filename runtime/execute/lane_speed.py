@@ -11,7 +11,7 @@ import torch
 from rematplan.planner.core.lane_schedule import Placed, Sharing
 from rematplan.runtime.costs.measure import wall_seconds
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
-from rematplan.runtime.execute.lane_threads import two_lanes
+from rematplan.runtime.execute.lanes import two_lanes
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 SECONDS = 0.02

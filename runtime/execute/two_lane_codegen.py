@@ -29,7 +29,7 @@ from rematplan.planner.core.lane_schedule import (
 )
 from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.runtime.execute.codegen import Writer
-from rematplan.runtime.execute.lane_threads import stream_recorder, two_lanes
+from rematplan.runtime.execute.lanes import stream_recorder, two_lanes
 from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.graph.captured_step import CapturedStep
 

@@ -1,4 +1,7 @@
-"""Translate a user's constraints on recomputation, which name modules and ops, into the problem's ops."""
+"""Translate a user's constraints on recomputation, which name modules and ops, into the problem's ops.
+
+`EFFECTS` has the namespaces of ops that never run again, whatever the user asks.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rematplan
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner.annealing.adapt_to_size import polished
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.annealing.annealer import ALL_MOVES, Annealer
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.annealing.state import BUDGET
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.annealing_search import DEAR, Search
 from rematplan.planner.annealing.falling_budget import plans_down_to
-from rematplan.planner.annealing.restarts import DEAR, Search
 from rematplan.planner.auto import auto_session, block_starts, min_budget_plan
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing.restarts import Search
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.auto import smallest_peak_search
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak

@@ -10,9 +10,9 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
+from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.annealing.edits import commit, do_remove
 from rematplan.planner.annealing.plain_dag_moves import drop_with_siblings, removal, remove_run
-from rematplan.planner.annealing.restarts import Search
 from rematplan.planner.annealing.state import COST, PENALTY, PRICE
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.caches.numba_kernels import kernel

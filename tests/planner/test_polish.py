@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.planner.annealing.adapt_to_size import polished
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.simulator import simulate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rematplan.planner.annealing.restarts import Search
-from rematplan.planner.auto.bound_thread import Proof
+from rematplan.planner.annealing.annealing_search import Search
+from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.bounds.bound_search import BoundSearch
@@ -19,7 +19,7 @@ def test_it_starts_after_the_bound_and_stops_immediately(problems):
     compile_kernels()
     other = Search(graph, budget, seed=1)
     with (
-        Proof(BoundSearch(graph, budget), Effort(0.0)) as proof,
+        BoundThread(BoundSearch(graph, budget), Effort(0.0)) as proof,
         SecondSearch(other, proof, 60.0, ()),
     ):
         while other.best is None:
@@ -36,7 +36,7 @@ def test_it_does_not_start_while_the_bound_is_searched(problems):
     budget = int(0.5 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     other = Search(graph, budget, seed=1)
     with (
-        Proof(BoundSearch(graph, budget), Effort(30)) as proof,
+        BoundThread(BoundSearch(graph, budget), Effort(30)) as proof,
         SecondSearch(other, proof, 60.0, ()),
     ):
         time.sleep(0.2)

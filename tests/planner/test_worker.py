@@ -10,7 +10,7 @@ import pytest
 
 from rematplan.ir import InfeasibleBudget
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner.annealing.adapt_to_size import polished
+from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.schedule import runs_of

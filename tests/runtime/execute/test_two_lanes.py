@@ -35,9 +35,9 @@ from rematplan.planner.strategies.reversible import Reversible
 from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import profile_costs
-from rematplan.runtime.execute import lane_threads
+from rematplan.runtime.execute import lanes
 from rematplan.runtime.execute.compile import Halves, compile_halves, named_tensors
-from rematplan.runtime.execute.lane_threads import Lane, recovery_stream, stream_recorder, two_lanes
+from rematplan.runtime.execute.lanes import Lane, recovery_stream, stream_recorder, two_lanes
 from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_inverses
 from rematplan.runtime.problem.loss_boundary import LOSS, split_at_loss
@@ -295,7 +295,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
     main_stream, log = FakeStream("main"), list[tuple[str, ...]]()
     monkeypatch.setattr(FakeStream, "log", log)
     recovery_stream.cache_clear()
-    monkeypatch.setattr(lane_threads, "on_host", lambda tensor: False)
+    monkeypatch.setattr(lanes, "on_host", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream())
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     current = lambda device=None: getattr(FakeStream.now, "stream", main_stream)  # noqa: E731
@@ -376,7 +376,7 @@ def test_both_lanes_compute_with_the_number_of_threads_that_was_set() -> None:
     code = """
         import torch
         from rematplan.runtime.costs.measure import peak_above_entry
-        from rematplan.runtime.execute.lane_threads import two_lanes
+        from rematplan.runtime.execute.lanes import two_lanes
         torch.set_num_threads(1)
         cpu, x, weight = torch.device("cpu"), torch.randn(3, 8, 5, 5), torch.randn(8, 8, 2, 2)
         run = lambda: peaks.append(peak_above_entry(lambda: torch.conv_transpose2d(x, weight, stride=2), cpu)[0])
