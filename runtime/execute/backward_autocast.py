@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.patches.autocast_cache import AUTOCAST_KEYS
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
-from rematplan.runtime.graph.compat import DispatchKey, OpOverload
-
-KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+from rematplan.runtime.graph.compat import OpOverload
 
 
 class BackwardAutocast:
@@ -23,7 +22,7 @@ class BackwardAutocast:
         """Raise `ModelError` if autocast is enabled for the step's device (CPU or CUDA) and would change the result
         type of an op after the loss boundary."""
         device = self.step.device.type
-        if not torch.is_autocast_enabled(device) or device not in KEYS:
+        if not torch.is_autocast_enabled(device) or device not in AUTOCAST_KEYS:
             return
         dtype = torch.get_autocast_dtype(device)
         if dtype not in self.changed:
@@ -41,7 +40,7 @@ class BackwardAutocast:
         views, in-place calls and targets that are no `OpOverload`."""
         if not isinstance(call.target, OpOverload) or call.is_view or call.in_place:
             return False
-        if not call.target.has_kernel_for_dispatch_key(KEYS[self.step.device.type]):
+        if not call.target.has_kernel_for_dispatch_key(AUTOCAST_KEYS[self.step.device.type]):
             return False
         args, kwargs = substitute((call.args, call.kwargs), lambda value: self.step.values[value].fake)
         results = call.target(*args, **kwargs)

@@ -18,6 +18,7 @@ from rematplan.runtime.capture.buffer_slices import PARTS
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.graph.compat import OpOverload
 from rematplan.runtime.graph.in_place_calls import COMMUTES, fills, layout
+from rematplan.runtime.graph.tangent_layouts import RESHAPE
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 ATEN = torch.ops.aten
@@ -92,8 +93,6 @@ SCATTERS = {op: Written(part) for op, part in PARTS.items()}
 BUFFERED = frozenset({ATEN.mvlgamma.default})
 """Ops whose in-place variant computes into a new tensor first, so that it needs no less memory."""
 
-RESHAPE = ATEN.reshape.default
-"""The op whose result may or may not share its argument's memory."""
 
 Operands: TypeAlias = Mapping[str, tuple[Value, ...]]
 """By the name of a call, the operands that it may overwrite if a schedule frees them directly afterwards. Calls that

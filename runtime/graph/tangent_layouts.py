@@ -19,6 +19,7 @@ from rematplan.runtime.graph.storage_slices import has_strides
 
 ATEN = torch.ops.aten
 RESHAPE = ATEN.reshape.default
+"""The op whose result may or may not share its argument's memory."""
 LAID = "rematplan.laid.default"
 """The op by which a trace gives a result the strides that it has at capture."""
 VIEWS = frozenset({ATEN.view.default, ATEN._unsafe_view.default})

@@ -14,6 +14,8 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.split.axis_spans import AxisSpan, Shape
 
 ATEN = torch.ops.aten
+HALF = frozenset({torch.float16, torch.bfloat16})
+"""Types in which sums over parts would lose digits. They are added in float32; losses in them are not split."""
 Labels: TypeAlias = tuple[int | str | None, ...]
 """One label for each dimension of a tensor. Dimensions with equal labels belong together. None: of size 1, and
 broadcast against a larger dimension."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
 from rematplan.runtime.graph.captured_step import Ref
 from rematplan.runtime.split.rule_functions import (
+    HALF,
     LOSS,
     SUM,
     DimensionRule,
@@ -67,7 +66,7 @@ def element_loss(at: int, scores: int = 0, scales: bool = False) -> Rule:
         shape, dtype = one.shape(x), one.step.values[x].fake.dtype
         if how not in (MEAN, TOTAL):
             return pointwise(one)
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in HALF:
             return None  # the sum of a part would be rounded, and may be too large
         labels = {v: aligned(one.shape(v), shape) for v in (*one.operands, *one.results)}
         before = (*one.call.args, *([None] * at))[:at]

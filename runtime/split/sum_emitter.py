@@ -10,11 +10,9 @@ import torch
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
 from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
 from rematplan.runtime.split.regions import SplitRegion
-from rematplan.runtime.split.rule_functions import Mean
+from rematplan.runtime.split.rule_functions import HALF, Mean
 
 ATEN = torch.ops.aten
-HALF = frozenset({torch.float16, torch.bfloat16})
-"""Types in which sums over parts would lose digits. They are added in float32."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rematplan.runtime.capture.patches.eager_kernels import with_kernels
 from rematplan.runtime.graph.compat import DispatchKey, is_dispatch_key_excluded
 
 TO_COPY = torch.ops.aten._to_copy.default
-AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+AUTOCAST_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
     eager mode. ``enabled``: whether autocast's cache is enabled; otherwise each op casts."""
     known = {id(t) for t in leaves if t.requires_grad and t.dtype == torch.float32}
     cast: dict[int, torch.Tensor] = {}
-    switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST}
+    switched_on = {device: torch.is_autocast_enabled(device) for device in AUTOCAST_KEYS}
     thread = get_ident()  # all threads see the replaced functions and kernels
     switch, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
 
@@ -44,7 +44,7 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
 
     def by_autocast(device: str, dtype: torch.dtype | None) -> bool:
         # While autocast casts, its dispatch key is excluded, as it is where autocast is off.
-        if not switched_on.get(device) or not is_dispatch_key_excluded(AUTOCAST[device]):
+        if not switched_on.get(device) or not is_dispatch_key_excluded(AUTOCAST_KEYS[device]):
             return False
         return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
 
