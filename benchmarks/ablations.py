@@ -33,6 +33,7 @@ from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.smallest_peak_search import PEAK_SEARCH, find_smallest_peak
 from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.search_rules import SearchRules
 from rematplan.planner.strategies.store_all import no_recompute
 
 SHARES = (0.4, 0.15)
@@ -67,9 +68,7 @@ PARTS: Mapping[str, Off] = {
     "nested plans if none fits": patched(auto_session, "nested_plans", lambda *a: ()),
     "eviction if none fits": patched(AutoSession, "evicted", lambda self: no_recompute(self.graph)),
     "lowering the peak if none fits": patched(AutoSession, "lower_the_peak", lambda self: None),
-    "search without inverses first": patched(
-        auto_session, "search_without_inverses_first", lambda graphs, share, one: one(graphs[-1], 1.0, ())
-    ),
+    "search without inverses first": patched(AutoSession, "plain_first", False),
     "sequences of the bound's programs": patched(annealing_search.Search, "_suggested", lambda self, k: ()),
     "descents between rounds": patched(annealing_search.Search, "_descends", lambda self, k: False),
     "gentle rounds": patched(CoolingSchedule, "is_gentle", lambda self, k, fits: False),
@@ -124,7 +123,7 @@ def budgets(graph: TrainingGraph, moves: int) -> tuple[int, ...]:
 
 def least_peak(graph: TrainingGraph, moves: int, seed: int) -> int:
     """Return the least peak that the search finds, in bytes."""
-    return find_smallest_peak(replace(graph), Effort(math.inf, moves), (), seed=seed).peak
+    return find_smallest_peak(replace(graph), Effort(math.inf, moves), (), rules=SearchRules(seed)).peak
 
 
 def figures(graph: TrainingGraph, within: Sequence[int], moves: int, seed: int) -> Figures:

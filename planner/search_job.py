@@ -15,6 +15,7 @@ from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.registry import LIMIT, strategy
 
@@ -80,8 +81,7 @@ class SearchJob:
         """
         if len(self.starts) < 2 or self._solved() is not None:
             return
-        seed, keep_order = getattr(self.strategy, "seed", 0), getattr(self.strategy, "keep_order", False)
-        for plan in polished(self.problem, self.budget, self.starts, seed=seed, keep_order=keep_order):
+        for plan in polished(self.problem, self.budget, self.starts, rules=rules_of(self.strategy)):
             yield from self._take(plan)
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:

@@ -24,9 +24,8 @@ from rematplan.planner.annealing.state import (
     RUNS,
     Problem,
     State,
-    free_kernel,
 )
-from rematplan.planner.caches.numba_kernels import inner
+from rematplan.planner.caches.numba_kernels import inner, unlocked_borrowing
 
 ADAPT = 500
 """The largest number of moves between two changes of the price of bytes over the budget."""
@@ -47,7 +46,7 @@ def keep_best(S: State) -> None:
     S.value[BEST_COST] = S.value[COST]
 
 
-@free_kernel
+@unlocked_borrowing
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
     """Make up to ``moves`` random moves of the sequence in ``S`` while the temperature falls from ``hot`` to ``cold``,
     and return how many.

@@ -5,6 +5,7 @@ For the same seed and number of moves, the result is the same. `bounds` proves h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,13 +31,14 @@ from rematplan.planner.annealing.state import (
     PRICE,
     RUNS,
     VALUES,
-    Ints,
     Links,
     Problem,
     State,
     end_of,
 )
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.array_types import Ints
+from rematplan.planner.core.effort import Effort
 
 LOG = 4096
 ALL_MOVES, SHIFTS_ONLY, UNTIL_FEASIBLE = range(3)
@@ -111,6 +113,13 @@ class Annealer:
         made = anneal(self.problem, self.state, moves, hot, cold, mode)
         self._reseat(self._sequence())
         return int(made)
+
+    def cool_slice(self, effort: Effort, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
+        """As `cool`, and count the moves and their CPU time in ``effort``."""
+        clock = time.thread_time()
+        made = self.cool(moves, hot, cold, mode)
+        effort.made(made, time.thread_time() - clock)
+        return made
 
     def limit_price(self, most: float) -> None:
         """Limit the price of a unit over the budget, in percent of the base cost, until the next limit or `load`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -306,10 +305,9 @@ class Search:
             moves = effort.next_slice(length - spent)
             share = spent / length
             end = min(1.0, share + (moves if effort.moves else SLICE) / length)
-            clock = time.thread_time()
             set_price(share)
-            moves = self.annealer.cool(moves, hot * (cold / hot) ** share, hot * (cold / hot) ** end, mode)
-            effort.made(moves, time.thread_time() - clock)
+            heats = hot * (cold / hot) ** share, hot * (cold / hot) ** end
+            self.annealer.cool_slice(effort, moves, *heats, mode)
             self._take(self.annealer)
             self._report(effort)
 

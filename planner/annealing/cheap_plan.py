@@ -11,6 +11,7 @@ from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS
 
 CHEAP_SHARE = 0.05
@@ -27,8 +28,7 @@ def cheap_plan(
     known: Sequence[Plan],
     effort: Effort,
     *,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
 ) -> Plan:
     """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`: by bisection from
     the ``known`` plans and the one without recomputation. After Ctrl-C, the best plan so far is returned."""
@@ -41,7 +41,7 @@ def cheap_plan(
         if high - low <= RESOLUTION * high:
             break
         middle = (low + high) // 2
-        search = Search(graph, middle, seed, keep_order, enough=lambda overhead: overhead <= CHEAP)
+        search = Search(graph, middle, *rules, enough=lambda overhead: overhead <= CHEAP)
         starts = [runs_of(plan.schedule) for plan in (best, least)]
         try:
             found = search.run(starts, effort.part(share))
@@ -64,13 +64,12 @@ def refusal(
     effort: Effort,
     *,
     known: Known = "searched",
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
 ) -> InfeasibleBudget:
     """Search for the smallest peak at an overhead of at most `CHEAP`. Return the error that no plan fits ``budget``
     bytes, which states this peak and the smallest found. ``least``: the plan of the smallest peak so far. ``known``: as
     in `InfeasibleBudget`."""
-    cheap = cheap_plan(graph, [least], effort, seed=seed, keep_order=keep_order)
+    cheap = cheap_plan(graph, [least], effort, rules=rules)
     least = min(least, cheap, key=by_peak)
     return InfeasibleBudget(
         strategy, budget, least.peak, known, plan=least, cheap=cheap.peak, cheap_plan=cheap

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,8 +110,6 @@ class Descent:
     def _cool(self, effort: Effort, most: int, until: float, heat: tuple[float, float], mode: int) -> int:
         """Anneal for one slice of at most ``most`` moves, record and report the effort, and return the moves made."""
         moves = effort.next_slice(min(most, max(1.0, until - effort.spent())) if effort.moves else most)
-        clock = time.thread_time()
-        made = self.annealer.cool(min(moves, most), *heat, mode)
-        effort.made(made, time.thread_time() - clock)
+        made = self.annealer.cool_slice(effort, min(moves, most), *heat, mode)
         self.report(effort)
         return made

@@ -13,6 +13,7 @@ from rematplan.planner.annealing.descents import Descent, DescentOptions
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS, pareto
 
 FALLING = DescentOptions(first_step=0.04, cleaning_moves=0, cleaning_heat=0.3, cleaning_share=0.8)
@@ -25,8 +26,7 @@ def plans_down_to(
     budget: int,
     effort: Effort,
     *,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
     report: Callable[[Effort], None] = lambda _: None,
 ) -> tuple[Plan, ...]:
     """Return the Pareto front of plans found at peaks that fall from that without recomputation to ``budget`` bytes, or
@@ -34,7 +34,7 @@ def plans_down_to(
 
     Ctrl-C, or an `Enough` that ``report`` raises, ends the search and is recorded in ``effort.interrupted``.
     """
-    annealer, base = Annealer(graph, seed, keep_order), [op.name for op in needed_ops(graph)]
+    annealer, base = Annealer(graph, *rules), [op.name for op in needed_ops(graph)]
     found: list[Plan] = []
 
     def offer(runs: Sequence[str]) -> Plan:

@@ -6,7 +6,6 @@ one that fits, so it always fits, and only loses recomputations that more memory
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rematplan.ir import TrainingGraph
@@ -58,5 +57,5 @@ def _cool(annealer: Annealer, ops: int, effort: Effort) -> None:
     """Anneal the loaded sequence from the temperature of a reheated round, for the whole effort."""
     warm, cold = WITH_PHASES.reheat * WITH_PHASES.hot(ops), WITH_PHASES.last_heat
     while not effort.over:
-        heat, clock = warm * (cold / warm) ** effort.share_spent, time.thread_time()
-        effort.made(annealer.cool(effort.next_slice(effort.left), heat, heat), time.thread_time() - clock)
+        heat = warm * (cold / warm) ** effort.share_spent
+        annealer.cool_slice(effort, effort.next_slice(effort.left), heat, heat)

@@ -15,6 +15,7 @@ from rematplan.planner.annealing.annealer import Annealer, compile_annealer
 from rematplan.planner.annealing.cooling_schedule import WITH_PHASES
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,14 @@ def polished(
     *,
     seconds: float = ADAPT.seconds,
     moves: int = 0,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
 ) -> Iterator[Plan]:
     """Yield plans within ``budget`` bytes, each cheaper than the one before and than all fitting ``starts`` (plans
     found for other sizes, simulated for ``graph``). Starts that `Annealer.accepts` refuses are ignored. Each anneal
     makes ``moves`` moves, or takes ``seconds`` CPU seconds if ``moves`` is 0; if both are 0, only needless
     recomputations are removed."""
     compile_annealer()
-    annealer = Annealer(graph, seed, keep_order)
+    annealer = Annealer(graph, *rules)
     usable = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
     fitting = sorted((p for p in usable if p.estimate.peak <= budget), key=by_cost)
     best = fitting[0] if fitting else None

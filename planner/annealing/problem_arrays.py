@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rematplan.ir import Op, TrainingGraph
-from rematplan.planner.annealing.state import Flow, Ints, Problem
+from rematplan.planner.annealing.state import Flow, Problem
 from rematplan.planner.arrays.csr import compressed_rows
 from rematplan.planner.arrays.precedence import must_run, needed_ops
+from rematplan.planner.core.array_types import Ints
 
 EXACT = 2**52
 """Sizes are summed in float64, which is exact for whole numbers up to twice this. Problems with more bytes than this

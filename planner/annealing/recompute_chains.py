@@ -15,7 +15,6 @@ from rematplan.planner.annealing.state import (
     LOGGED,
     PRICE,
     RUNS,
-    Ints,
     Problem,
     State,
     copy_before,
@@ -25,6 +24,7 @@ from rematplan.planner.annealing.state import (
     run_before,
 )
 from rematplan.planner.caches.numba_kernels import inner
+from rematplan.planner.core.array_types import Ints
 
 CHAIN = 60  # the largest number of runs that one move may insert
 LONGEST = 6.0  # logarithm to base 2 of the longest chain in problems without phases; most are shorter

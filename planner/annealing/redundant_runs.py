@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rematplan.planner.annealing.dead_runs import is_spare, queue_servers, sweep
 from rematplan.planner.annealing.edits import commit, do_remove, undo
-from rematplan.planner.annealing.state import HALF, PENALTY, Ints, Problem, State
+from rematplan.planner.annealing.state import HALF, PENALTY, Problem, State
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.array_types import Ints
 
 
 @kernel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rematplan.planner.annealing.state import Randoms
 from rematplan.planner.caches.numba_kernels import inner
+from rematplan.planner.core.array_types import Words
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -14,7 +14,7 @@ S27, S30, S31, S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
 
 
 @inner
-def uniform(random: Randoms) -> float:
+def uniform(random: Words) -> float:
     """Return a random number, uniform in [0, 1). ``random``: an array whose first element is the generator's state; the
     state is advanced."""
     random[0] += STEP
@@ -26,7 +26,7 @@ def uniform(random: Randoms) -> float:
 
 
 @inner
-def below(random: Randoms, n: int) -> int:
+def below(random: Words, n: int) -> int:
     """Return a random integer, uniform in 0 .. n - 1. ``random``: an array whose first element is the generator's
     state; the state is advanced."""
     return int(uniform(random) * n)

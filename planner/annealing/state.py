@@ -10,19 +10,13 @@ A run is a *node* in a slot; about half of the slots are empty, so that insertio
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.caches.numba_kernels import borrowing, inner
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Randoms = NDArray[np.uint64]
-
-F = TypeVar("F", bound=Callable[..., object])
+from rematplan.planner.caches.numba_kernels import inner, vector_inner
+from rematplan.planner.core.array_types import Floats, Ints, Words
 
 NO_CAP = 1e300
 NO_SLOT = 2**62
@@ -36,19 +30,6 @@ FREE, LOGGED, MULTI, RUNS, BEST = NUMBERS = range(5)
 PENALTY, COST, PRICE, BUDGET, BEST_COST, CEILING, GROWTH = VALUES = range(7)
 # Kinds of log entries.
 INSERTED, REMOVED, SHIFTED = range(3)
-
-
-def vector_kernel(function: F) -> F:
-    """Compile a function for calls from compiled ones, with sums that numba may reorder. It must not call itself."""
-    # Sums of integers are exact in any order. A recursive function crashes when it is loaded from the cache
-    # on disk.
-    return borrowing(function, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-def free_kernel(function: F) -> F:
-    """Compile a function with numba for calls from Python. The function releases the GIL, so other Python threads can
-    run during a call."""
-    return borrowing(function, nogil=True)
 
 
 class Flow(NamedTuple):
@@ -146,11 +127,11 @@ class State(NamedTuple):
     """Integers, at `FREE` to `BEST`."""
     value: Floats
     """Floats, at `PENALTY` to `GROWTH`."""
-    random: Randoms
+    random: Words
     """The generator's state."""
 
 
-@vector_kernel
+@vector_inner
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """Add ``bytes_`` to the live bytes of slots ``low`` to ``high``, both included, and return the change of
     the penalty.
@@ -166,7 +147,7 @@ def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> floa
     return change
 
 
-@vector_kernel
+@vector_inner
 def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
     """Return by how much the penalty would change if ``bytes_`` were added to slots ``low`` to ``high``, both
     included.
@@ -180,7 +161,7 @@ def price(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float
     return change
 
 
-@vector_kernel
+@vector_inner
 def first_over(mem: Floats, cap: Floats, start: int) -> int:
     """Return the first slot (position), from slot ``start`` on, whose live bytes ``mem`` exceed its limit ``cap``; -1
     if there is none."""

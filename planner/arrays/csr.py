@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.caches.graph_cache import cached_on
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+from rematplan.planner.core.array_types import Flags, Ints
 
 
 class CSRGraph(NamedTuple):

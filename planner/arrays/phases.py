@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.array_types import Floats
 
 FEWEST = 8
 """If fewer tensors than this are live between the halves, the order in which they are read proves nothing."""
@@ -30,8 +31,6 @@ be read is at least `NEARLY` times the largest such number."""
 WAITING = 0.95
 """Stated phases contradict the graph if the number of tensors that are live between the stated halves is less than
 this share of the number between the inferred halves."""
-
-Floats = NDArray[np.float64]
 
 
 def phase_views(graph: TrainingGraph) -> tuple[TrainingGraph, ...]:

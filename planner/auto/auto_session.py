@@ -18,10 +18,11 @@ from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
+from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
-from rematplan.planner.auto.time_shares import SHARES, SessionOptions
-from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
+from rematplan.planner.auto.session_options import SessionOptions
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
@@ -30,7 +31,6 @@ from rematplan.planner.core.peak_ladder import ladder
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
-from rematplan.planner.ilp.exhaustive import MOST_STATES, exhaustive
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
 
@@ -60,7 +60,7 @@ class AutoSession:
         self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph)
         self.known: list[Plan] = []
-        self.order = Annealer(graph, keep_order=True) if options.keep_order else None
+        self.order = Annealer(graph, keep_order=True) if options.rules.keep_order else None
         self.bound = BoundSearch(graph, budget)
         self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= SHARES.cores
@@ -190,8 +190,7 @@ class AutoSession:
         leanest = self.smallest or no_recompute(self.graph)
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
         effort = self.effort.part(SHARES.eviction * self.effort.total)
-        order, seed = self.options.keep_order, self.options.seed
-        return lower_by_eviction(self.graph, leanest, enough, effort, seed=seed, keep_order=order)
+        return lower_by_eviction(self.graph, leanest, enough, effort, rules=self.options.rules)
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak until a plan fits or it is proven that none can, with at most the effort of the
@@ -233,8 +232,7 @@ class AutoSession:
         """Try all schedules of a problem of very few ops. Record the optimal plan, if one fits, and, if all ops write
         something, the bound that this proves. Return whether that was done: not with ``keep_order``, with too many
         tensors, or with more than ``most_states`` sets of resident tensors."""
-        keep = self.options.keep_order
-        exact = None if keep else exhaustive(self.graph, self.budget, most_states)
+        exact = None if self.options.rules.keep_order else exhaustive(self.graph, self.budget, most_states)
         if exact is None:
             return False
         floor = math.inf
@@ -247,32 +245,28 @@ class AutoSession:
             self.bound.best = Bound(floor)
         return True
 
+    @property
+    def plain_first(self) -> bool:
+        """Whether the problem is annealed without its inverses first."""
+        begun = self.best is not None and self.best in self.starts
+        return bool(self.graph.inverses) and not begun
+
     def search(self) -> None:
         """Anneal up to three variants of the problem until `finished`: without inverses, with inferred phases, and as
         given if no phases are stated. The first is skipped if there are no inverses or the best plan is one of the
         caller's. If the last annealing ends early, the search for a bound gets the effort left."""
-        begun = self.best is not None and self.best in self.starts
-        plain = self.graph.inverses and not begun
         # Without phases, ops may be reordered.
         final = self.graph if self.problem.has_phases else self.problem
-
-        def search_one(graph: TrainingGraph, share: float, _starts: Sequence[Plan]) -> Plan | None:
-            """Anneal one variant for ``share`` of the effort left, unless `finished`, and return the best plan that
-            fits, or None."""
+        variants = [(self.plain, SHARES.plain)] if self.plain_first else []
+        if self.graph is not final:  # with inferred phases; it is searched again without them afterwards
+            variants.append((self.graph, 1.0 if self.options.rules.keep_order else SHARES.marked))
+        ended_early = False
+        for graph, share in (*variants, (final, 1.0)):
             if self.finished:
-                return None
-            last = graph is final
-            # With inferred phases; it is searched again without them afterwards.
-            if not last and graph is self.graph:
-                share = 1.0 if self.options.keep_order else SHARES.marked
-            if self.anneal(graph, share * self.effort.left) and last and not self.finished:
-                self.bound_thread.finish(self.effort.left)
-            return self.best
-
-        marked = () if self.graph is final else (self.graph,)
-        search_without_inverses_first(
-            (*([self.plain] if plain else []), *marked, final), SHARES.plain, search_one
-        )
+                return
+            ended_early = self.anneal(graph, share * self.effort.left)
+        if ended_early and not self.finished:
+            self.bound_thread.finish(self.effort.left)
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
         """Anneal ``graph`` for ``amount`` (seconds or moves) from the known plans of least cost and of smallest peak,
@@ -284,12 +278,12 @@ class AutoSession:
                 self.bound_thread.overhead = min(self.bound_thread.overhead, overhead)
             self.report(_text(overhead, self.bound.best.overhead))
 
-        seed = self.options.seed + (2 if alone else 0)
-        search = Search(graph, self.budget, seed, self.options.keep_order, self.good_enough, report)
+        seed, order = self.options.rules
+        search = Search(graph, self.budget, seed + (2 if alone else 0), order, self.good_enough, report)
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]
         usable = [runs for runs in starts if inverses.isdisjoint(runs)]
-        other = Search(graph, self.budget, self.options.seed + 1, self.options.keep_order, self.good_enough)
+        other = Search(graph, self.budget, seed + 1, order, self.good_enough)
         search.suggest = other.suggest = lambda: self.bound.nearest
         other.suggested_to = (0,)
         try:

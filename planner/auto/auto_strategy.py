@@ -12,10 +12,12 @@ from rematplan.planner.annealing.falling_budget import plans_down_to
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.time_shares import SHARES, SessionOptions
+from rematplan.planner.auto.session_options import SessionOptions
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
 
 
@@ -83,7 +85,7 @@ class Auto(Strategy):
 
     @property
     def _options(self) -> SessionOptions:
-        return SessionOptions(self.name, self.time_limit, self.counted, self.seed, self.keep_order, self.gap)
+        return SessionOptions(self.name, self.time_limit, self.counted, rules_of(self), self.gap)
 
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
@@ -161,7 +163,6 @@ class Auto(Strategy):
             infer_phases(graph),
             lowest,
             part,
-            seed=self.seed,
-            keep_order=self.keep_order,
+            rules=rules_of(self),
             report=lambda _: progress(0.0, "all budgets together"),
         )

@@ -15,6 +15,7 @@ from rematplan.planner.auto.eviction_simulation import (
 )
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 
 NAME = "eviction"
 SCARCE = 1.3
@@ -53,20 +54,19 @@ def lower_by_eviction(
     *,
     first: float = 1.0,
     enough: int = 0,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
 ) -> Plan:
     """Return the plan with the smallest peak that simulated eviction finds, or ``best`` if none is smaller. Targets are
     between ``floor`` bytes and the smallest peak so far, nearer to this peak after failures. ``first``: the share of
     this distance to begin with. The search ends at ``enough`` bytes, when ``effort`` is spent, or after
     `EvictionOptions.passes` passes without a gain."""
-    source, share, failures, passes = random.Random(seed), first, 0, 0
+    source, share, failures, passes = random.Random(rules.seed), first, 0, 0
     policy: Policy | None = None
     while best.estimate.peak > max(floor, enough) and passes < EVICTION.passes and not effort.over:
         peak = best.estimate.peak
         target = peak - max(1, int(share * (peak - floor)))
         tried = policy if policy and source.random() < EVICTION.repeat else random_policy(source)
-        tables, tried = fitted(graph, target, tried, keep_order)
+        tables, tried = fitted(graph, target, tried, rules.keep_order)
         simulation = Simulation(tables, target, tried, source, effort)
         fits = simulation.run()
         if fits:
@@ -88,17 +88,16 @@ def plan_by_eviction(
     effort: Effort,
     *,
     tries: int,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
     compiled: bool = True,
 ) -> Plan | None:
     """Simulate eviction ``tries`` times, fewer if ``effort`` is spent, each time with a random policy. Return the
     cheapest plan found within ``budget`` bytes; None if there is none. ``compiled``: as for `Simulation`."""
-    source = random.Random(seed)
+    source = random.Random(rules.seed)
     best: Plan | None = None
     for _ in range(tries):
         policy = random_policy(source)
-        tables, policy = fitted(graph, budget, policy, keep_order)
+        tables, policy = fitted(graph, budget, policy, rules.keep_order)
         simulation = Simulation(tables, budget, policy, source, effort, compiled)
         if effort.over:
             break

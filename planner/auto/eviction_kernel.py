@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from rematplan.planner.annealing.state import Floats
-from rematplan.planner.arrays.csr import Flags, Ints
 from rematplan.planner.caches.numba_kernels import inner, unlocked
+from rematplan.planner.core.array_types import Flags, Floats, Ints
 
 ANCESTORS = 60
 """The estimated cost of recomputing a tensor includes at most this many evicted tensors, itself included."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import Ints, compressed_rows
+from rematplan.planner.arrays.csr import compressed_rows
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.auto.eviction_kernel import (
     LEFT,
@@ -29,6 +29,7 @@ from rematplan.planner.auto.eviction_kernel import (
 from rematplan.planner.auto.passes import passes_of
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.caches.uncompiled_loops import plain
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.effort import Effort
 
 RUNS = 8

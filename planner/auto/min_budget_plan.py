@@ -18,6 +18,7 @@ from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import ladder
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, Strategy, silent
 from rematplan.planner.strategies.anneal import Anneal
 
@@ -54,8 +55,7 @@ def cheapest_near_smallest_peak(
     *,
     slack: float = 0.0,
     moves: int = 0,
-    keep_order: bool = False,
-    seed: int = 0,
+    rules: SearchRules = ANY_ORDER,
     starts: Sequence[Plan] = (),
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
@@ -69,36 +69,33 @@ def cheapest_near_smallest_peak(
     stated = graph if graph.has_phases else marked
     share = effort.like(SHARES.smallest_peak)
     if moves:
-        least = find_smallest_peak(stated, share, starts, progress, keep_order=keep_order, seed=seed)
+        least = find_smallest_peak(stated, share, starts, progress, rules=rules)
         interrupted = share.interrupted
     else:
-        least, interrupted = search_smallest_peak(
-            stated, share, starts, progress, keep_order=keep_order, seed=seed
-        )
+        least, interrupted = search_smallest_peak(stated, share, starts, progress, rules=rules)
     effort.charge(moves=share.done)
     budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
     if slack and not interrupted:
-        above, interrupted = _plans_above(stated, marked, known, effort, seed=seed, keep_order=keep_order)
+        above, interrupted = _plans_above(stated, marked, known, effort, rules=rules)
         known += above
     if interrupted:
         return replace(least, budget=budget, near=ladder(known) if slack else ())
     try:
         if moves:
-            strategy: Strategy = Anneal(seed=seed, keep_order=keep_order, moves=max(1, int(effort.left)))
+            strategy: Strategy = Anneal(**rules._asdict(), moves=max(1, int(effort.left)))
         else:
             part = effort.part(MIN_BUDGET.eviction * effort.left)
             tries = MIN_BUDGET.tries
-            lean = plan_by_eviction(marked, budget, part, tries=tries, seed=seed, keep_order=keep_order)
+            lean = plan_by_eviction(marked, budget, part, tries=tries, rules=rules)
             known += [lean] if lean else []
             left = effort.left
-            auto = Auto(seed=seed, keep_order=keep_order)
-            strategy = cheapest(left) if cheapest else replace(auto, time_limit=left)
+            strategy = cheapest(left) if cheapest else Auto(left, *rules)
         plan = strategy.plan(stated, budget, progress, known)
     except (InfeasibleBudget, *INTERRUPTS):
         plan = least
     # A strategy need not return the best plan that it starts from.
-    fitting = [p for p in (plan, *((least,) if keep_order else known)) if p.estimate.peak <= budget]
+    fitting = [p for p in (plan, *((least,) if rules.keep_order else known)) if p.estimate.peak <= budget]
     best: Plan = min(fitting, key=lambda p: p.estimate.cost)
     near = ladder([*known, plan]) if slack else ()
     return replace(best, budget=budget if slack else best.peak, lower_bound=plan.lower_bound, near=near)
@@ -110,21 +107,20 @@ def _plans_above(
     known: Sequence[Plan],
     effort: Effort,
     *,
-    seed: int,
-    keep_order: bool,
+    rules: SearchRules,
 ) -> tuple[list[Plan], BaseException | None]:
     """Return plans to start from, and what interrupted their search, or None. The plans are block plans with small
-    peaks, unless ``keep_order`` is set, and plans at peaks above that of the last plan in ``known``. ``stated``,
+    peaks, unless ``rules`` keep the order, and plans at peaks above that of the last plan in ``known``. ``stated``,
     ``marked``: the problem as stated, and with inferred phases."""
     found: list[Plan] = []
-    if not keep_order:  # block plans need not keep the order
+    if not rules.keep_order:  # block plans need not keep the order
         part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)
         found += leanest_plans(stated, part)
     most = effort.of(MIN_BUDGET.per_op * len(marked.ops))
     above = effort.part(min(most, MIN_BUDGET.rungs * effort.left))
     falling = above.part(MIN_BUDGET.falling * above.left)
-    found += plans_down_to(marked, known[-1].peak, falling, seed=seed, keep_order=keep_order)
+    found += plans_down_to(marked, known[-1].peak, falling, rules=rules)
     if falling.interrupted:
         return found, falling.interrupted
-    found += rungs_above(marked, [*known, *found], above, seed=seed, keep_order=keep_order)
+    found += rungs_above(marked, [*known, *found], above, rules=rules)
     return found, above.interrupted

@@ -9,11 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematplan.ir import Op
-
-Ints = NDArray[np.int64]
+from rematplan.planner.core.array_types import Ints
 
 MOST_PASSES = 4
 GROUPS = 48

@@ -11,8 +11,9 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import CHEAP_SHARE, cheap_plan
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.rungs import rungs_above
+from rematplan.planner.auto.session_options import SessionOptions
 from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
-from rematplan.planner.auto.time_shares import SHARES, SessionOptions
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress
@@ -84,8 +85,7 @@ class RefusalSearch:
             partial(_looking, self.progress),
             enough=enough,
             ended=ended,
-            keep_order=self.options.keep_order,
-            seed=self.options.seed,
+            rules=self.options.rules,
         )
         self.take((found,))
         return interrupted
@@ -94,14 +94,12 @@ class RefusalSearch:
         """Return the plan with the smallest peak found among plans with little overhead. The error `InfeasibleBudget`
         names its peak."""
         effort = self._brief(SHARES.cheap_seconds)
-        order, seed = self.options.keep_order, self.options.seed
-        return cheap_plan(self.graph, self.known, effort, seed=seed, keep_order=order)
+        return cheap_plan(self.graph, self.known, effort, rules=self.options.rules)
 
     def above(self) -> list[Plan]:
         """Return plans at peaks up to 1.2 times the smallest found. The error states what they cost."""
         effort = self._brief(SHARES.rungs_seconds)
-        order, seed = self.options.keep_order, self.options.seed
-        return rungs_above(self.graph, self.known, effort, least=REFUSED, seed=seed, keep_order=order)
+        return rungs_above(self.graph, self.known, effort, least=REFUSED, rules=self.options.rules)
 
     def _brief(self, seconds: float) -> Effort:
         most = min(seconds, SHARES.refused_per_op * len(self.graph.ops))

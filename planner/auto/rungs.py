@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.auto.eviction import plan_by_eviction
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import RUNGS
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, by_peak, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS
-from rematplan.planner.ilp.exhaustive import exhaustive
 
 TRIES, EVICTION = 16, 0.4
 """The most simulations of eviction for one peak, and the share of its effort that they may take."""
@@ -24,8 +25,7 @@ def rungs_above(
     effort: Effort,
     *,
     least: float = 1.02,
-    seed: int = 0,
-    keep_order: bool = False,
+    rules: SearchRules = ANY_ORDER,
 ) -> list[Plan]:
     """Return plans found within budgets of `RUNGS` times the smallest peak of ``known``; factors below ``least`` are
     left out. So are budgets within which a known plan recomputes nothing; the others get equal efforts. Ctrl-C ends the
@@ -35,7 +35,7 @@ def rungs_above(
     for budget in budgets:
         if any(plan.peak <= budget and _is_free(plan.estimate.overhead) for plan in known):
             continue
-        exact = None if keep_order else exhaustive(graph, budget)
+        exact = None if rules.keep_order else exhaustive(graph, budget)
         if exact is None:
             costly.append(budget)
         else:
@@ -43,7 +43,7 @@ def rungs_above(
     tries = effort.part(EVICTION * effort.left)
     for k, budget in enumerate(reversed(costly)):
         part = tries.part(tries.left / (len(costly) - k))
-        evicted = plan_by_eviction(graph, budget, part, tries=TRIES, seed=seed, keep_order=keep_order)
+        evicted = plan_by_eviction(graph, budget, part, tries=TRIES, rules=rules)
         if evicted is None:
             break
         found.append(evicted)
@@ -54,7 +54,7 @@ def rungs_above(
             continue
         above = min((plan for plan in every if plan.peak > budget), key=by_peak, default=None)
         part = effort.part(effort.left / (len(costly) - k))
-        search = Search(graph, budget, seed, keep_order, _is_free)
+        search = Search(graph, budget, *rules, _is_free)
         try:
             search.run(_runs([fitting, above]), part)
         except INTERRUPTS as interrupt:

@@ -27,6 +27,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, silent
 from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.strategies.store_all import no_recompute
@@ -92,16 +93,13 @@ def search_smallest_peak(
     *,
     enough: int = 0,
     ended: Callable[[], bool] = lambda: False,
-    keep_order: bool = False,
-    seed: int = 0,
+    rules: SearchRules = ANY_ORDER,
 ) -> tuple[Plan, BaseException | None]:
     """Search for the plan with the smallest peak. Return it with the interrupt that ended the search, or None; if no
     plan is below the peak without recomputation yet, the interrupt is raised. ``enough``: bytes at which the search
     ends. ``ended``: returns whether it must end early. A small problem is searched in stages of twice as many moves,
     whose number alone depends on the time limit."""
-    search = partial(
-        find_smallest_peak, graph, progress=progress, enough=enough, keep_order=keep_order, seed=seed
-    )
+    search = partial(find_smallest_peak, graph, progress=progress, enough=enough, rules=rules)
     if not is_small(graph):
         part = effort.part(effort.left, ended)
         return search(part, starts), part.interrupted
@@ -129,8 +127,7 @@ def find_smallest_peak(
     progress: Progress = silent,
     *,
     enough: int = 0,
-    keep_order: bool = False,
-    seed: int = 0,
+    rules: SearchRules = ANY_ORDER,
     blocks: Sequence[Plan] | None = None,
 ) -> Plan:
     """Return the plan with the smallest peak found, at most that of ``starts`` whose order is allowed. A peak of at
@@ -151,7 +148,7 @@ def find_smallest_peak(
         if effort.interrupted:
             return min(carried, key=by_peak)
         aim = min_peak_bound(problem).bytes
-        lowering = _Lowering(problem, part, aim, enough, seed, keep_order)
+        lowering = _Lowering(problem, part, aim, enough, rules)
         found = lowering.run([*known, *carried], partial(_report, progress))
         effort.interrupted = part.interrupted
         return found
@@ -193,9 +190,7 @@ class _Lowering:
     """Bytes that no peak is below."""
     enough: int
     """Bytes at which the search ends."""
-    seed: int
-    keep_order: bool
-    """Whether first runs keep the problem's order."""
+    rules: SearchRules
     least: Plan = field(init=False)
     """The plan with the smallest peak so far."""
 
@@ -203,7 +198,7 @@ class _Lowering:
         """Return the plan with the smallest peak found, ``starts`` included unless the annealer refuses them. An
         interrupt is recorded in ``effort``; it is raised if the plan without recomputation is still the best."""
         base = no_recompute(self.graph)
-        annealer = Annealer(self.graph, keep_order=self.keep_order)
+        annealer = Annealer(self.graph, keep_order=self.rules.keep_order)
         known = [p for p in starts if annealer.accepts(runs_of(p.schedule))]
         self.least = min((*known, base), key=by_peak)
         try:
@@ -231,8 +226,7 @@ class _Lowering:
             self.effort.part(PEAK_SEARCH.eviction * self.effort.left),
             first=EVICTION.next_pass,
             enough=self.enough,
-            seed=self.seed,
-            keep_order=self.keep_order,
+            rules=self.rules,
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
@@ -273,7 +267,7 @@ class _Lowering:
         return 1 if self.effort.moves or (os.cpu_count() or 1) < 2 else 2
 
     def _search(self, budget: int, k: int, report: Report) -> Search:
-        return Search(self.graph, budget, self.seed + k, self.keep_order, report=report)
+        return Search(self.graph, budget, self.rules.seed + k, self.rules.keep_order, report=report)
 
     def _take(self, searches: Sequence[Search]) -> None:
         found = [search.smallest for search in searches if search.smallest is not None]

@@ -77,16 +77,3 @@ class TimeShares:
 
 
 SHARES = TimeShares()
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """The options of the strategy ``auto`` for the planning of one problem. They are explained in `Auto`; ``name`` is
-    the strategy's name."""
-
-    name: str
-    time_limit: float
-    moves: int
-    seed: int
-    keep_order: bool
-    gap: float

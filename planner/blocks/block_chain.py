@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.lowering import kept_always
+from rematplan.planner.core.array_types import Floats, Ints
 
-Costs = NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
 """For each block, or each stage of the backward half, the positions of its ops in ``graph.ops``, in the order in which
 they run."""
@@ -43,9 +41,9 @@ class BlockChain:
     """The ops of each block, in order."""
     backward: Groups
     """The ops of each stage, in order."""
-    cost: Costs
+    cost: Floats
     """Of running each block in the mode passing, without ops whose results are not needed."""
-    closing_cost: Costs
+    closing_cost: Floats
     """The same in the mode closing."""
     saved: Ints
     """Bytes that stay of each block after the mode saving."""
@@ -212,7 +210,7 @@ def _makers(ix: Indexed, blocks: Groups, wanted: Container[int]) -> Groups:
     return tuple(makers)
 
 
-def _costs(ix: Indexed, blocks: Groups) -> Costs:
+def _costs(ix: Indexed, blocks: Groups) -> Floats:
     return np.array([math.fsum(ix.cost[o] for o in ops) for ops in blocks], dtype=np.float64)
 
 

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import CSRGraph, Ints, traffic_of
+from rematplan.planner.arrays.csr import CSRGraph, traffic_of
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.array_types import Ints
 
 
 def evaluate_runs(graph: TrainingGraph, runs: Ints) -> tuple[int, float]:

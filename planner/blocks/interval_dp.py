@@ -27,12 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematplan.planner.arrays.csr import Flags, Ints
 from rematplan.planner.blocks.block_chain import BlockChain
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.array_types import Flags, Floats, Ints
 
-Floats = NDArray[np.float32]
-Costs = NDArray[np.float64]
+Costs32 = NDArray[np.float32]
 
 NEAR = 16
 """A pass over at most this many blocks (running them, and keeping only what later blocks read) may end at any block."""
@@ -85,9 +84,9 @@ def intervals(chain: BlockChain, places: Sequence[int]) -> Intervals:
 class Units(NamedTuple):
     """The costs (shares of the chain's) and bytes (whole memory units) of a `BlockChain`; other fields as there."""
 
-    cost: Costs
+    cost: Floats
     """Prefix sums over the blocks, from 0, as ``left``."""
-    closing_cost: Costs
+    closing_cost: Floats
     left: Ints
     saved: Ints
     saving: Ints
@@ -136,17 +135,17 @@ class Table:
 
     units: Units
     alike: Intervals
-    cost: Floats
+    cost: Costs32
     """``cost[r, m]``: for intervals with number r within m units, as a share of the chain's costs; infinite
     if m is too few.
     """
 
     @property
-    def whole(self) -> Floats:
+    def whole(self) -> Costs32:
         """For m = 0, 1, ...: the least cost of the whole chain within m units, as a share of its costs;
         infinite if m is too few.
         """
-        row: Floats = self.cost[self.alike.row[0, -1]]
+        row: Costs32 = self.cost[self.alike.row[0, -1]]
         return row
 
     def steps(self, room: int, most: int) -> Ints:
@@ -166,7 +165,7 @@ def solve(units: Units, alike: Intervals) -> Table:
 
 
 @kernel
-def _fill(u: Units, alike: Intervals) -> Floats:
+def _fill(u: Units, alike: Intervals) -> Costs32:
     """Return `Table.cost`: by interval, shorter ones first, and by number of units. Each entry is the least cost of
     saving the interval's first block, or of a pass to any later block at which one may end; infinite if the units are
     too few."""
@@ -216,7 +215,7 @@ def _pass_cost(u: Units, i: int, s: int) -> float:
 
 
 @kernel
-def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> Ints:
+def _trace(u: Units, alike: Intervals, table: Costs32, room: int, most: int) -> Ints:
     """Return the cheapest steps for ``room`` units, as `Table.steps` says, by finding again the choice that `_fill`
     made for each interval; empty if there are more than ``most``."""
     steps = np.empty(most, dtype=np.int64)
@@ -246,7 +245,7 @@ def _trace(u: Units, alike: Intervals, table: Floats, room: int, most: int) -> I
 
 
 @kernel
-def _pass_to(u: Units, alike: Intervals, table: Floats, i: int, j: int, m: int) -> int:
+def _pass_to(u: Units, alike: Intervals, table: Costs32, i: int, j: int, m: int) -> int:
     """Return how the cheapest solution of blocks i .. j - 1 within m units begins: s > i for a pass to block s, or i
     for saving block i."""
     best, to = np.float32(np.inf), i

@@ -25,10 +25,7 @@ from numpy.typing import NDArray
 
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 from rematplan.planner.caches.numba_kernels import kernel
-
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-Words = NDArray[np.uint64]
+from rematplan.planner.core.array_types import Flags, Ints, Words
 
 NEVER = np.int64(2**62)  # no chain reaches this entry
 

@@ -18,13 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import Flags, Ints, traffic_of
+from rematplan.planner.arrays.csr import traffic_of
 from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_graph
 from rematplan.planner.blocks.lower_sets import blocks_of
 from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.caches.uncompiled_loops import plain
+from rematplan.planner.core.array_types import Flags, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rematplan.planner.arrays.csr import CSRGraph, Flags, Ints
+from rematplan.planner.arrays.csr import CSRGraph
 from rematplan.planner.caches.numba_kernels import kernel
+from rematplan.planner.core.array_types import Flags, Ints
 
 
 @kernel

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.arrays.csr import Ints, traffic_of
+from rematplan.planner.arrays.csr import traffic_of
 from rematplan.planner.arrays.precedence import Precedence
 from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.blocks.lowering import kept_always
 from rematplan.planner.blocks.lowering_kernel import lowered
 from rematplan.planner.bounds.max_flow import CutNetwork
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.effort import Effort
 
 SLOPE = 0.05

@@ -25,6 +25,7 @@ from ortools.graph.python import max_flow
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence, working_sets
+from rematplan.planner.core.array_types import Floats, Ints
 
 SCALE = 2.0**40
 """The cost of running each op once, in units of capacity. Capacities are integers, rounded down."""
@@ -38,8 +39,6 @@ LARGEST = 2.0**62
 STEPS = 40
 """The largest number of prices tried at a cut; about a dozen suffice."""
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Ints32 = NDArray[np.int32]
 
 

@@ -9,14 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rematplan.planner.annealing.state import Floats
-from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.caches.numba_kernels import inner, unlocked
-
-Words = NDArray[np.uint64]
-"""Sets of tensors as bits of 64-bit words: a row for each set."""
+from rematplan.planner.core.array_types import Floats, Ints, Words
 
 HELD, MADE, EITHER, NEITHER = 0, 1, 2, 3
 """What a tensor can be in an interval: resident at its start in any case, made in it, either, or neither."""

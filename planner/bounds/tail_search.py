@@ -24,10 +24,10 @@ from rematplan.planner.bounds.tail_kernels import (
     NEITHER,
     Interval,
     States,
-    Words,
     step_back,
     undominated,
 )
+from rematplan.planner.core.array_types import Words
 from rematplan.planner.core.effort import Effort
 
 LARGE = 8

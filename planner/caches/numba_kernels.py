@@ -33,6 +33,17 @@ def unlocked(loop: Loop) -> Loop:
     return compiled(loop, nogil=True)
 
 
+def unlocked_borrowing(loop: Loop) -> Loop:
+    """As `unlocked`, for a ``loop`` that neither creates nor returns arrays."""
+    return borrowing(loop, nogil=True)
+
+
+def vector_inner(loop: Loop) -> Loop:
+    """As `inner`, with sums that numba may reorder. ``loop`` must not call itself."""
+    # Sums of integers are exact in any order. A recursive function crashes when it is loaded from the cache on disk.
+    return borrowing(loop, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def inner(loop: Loop) -> Loop:
     """Have numba compile ``loop``, which other compiled functions call, and which neither creates nor returns
     arrays.

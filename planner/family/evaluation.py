@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints
+from rematplan.planner.core.array_types import Flags, Floats, Ints
+from rematplan.planner.family.amounts_by_position import Amounts
 from rematplan.planner.family.schedule_by_position import Member
 
 
@@ -19,7 +20,7 @@ class Evaluation:
     """Bytes, equal to those of `simulate`."""
     costs: Floats
     """Equal to those of `simulate` up to rounding."""
-    allowed: Bools
+    allowed: Flags
     """False if the schedule repeats an op that may run only once."""
 
     def fitting(self, budget: int) -> list[int]:

@@ -19,7 +19,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from rematplan.ir import ProblemError, TrainingGraph
-from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints, amounts_of
+from rematplan.planner.core.array_types import Floats, Ints
+from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
 
 LAWS = ((1, 1), (2, 1), (1, 2))

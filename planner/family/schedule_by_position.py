@@ -11,9 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from rematplan.ir import ProblemError, TrainingGraph
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.schedule import Free, Run, Schedule, Step
 from rematplan.planner.core.simulator import Estimate
-from rematplan.planner.family.amounts_by_position import Amounts, Ints
+from rematplan.planner.family.amounts_by_position import Amounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,8 @@ class Member:
 
 
 def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member:
-    """Convert a valid schedule of a problem to positions; `ProblemError` if it names what the problem lacks, or frees
-    what is not resident. ``strategy``: the name of the strategy that found it."""
+    """Convert a valid schedule of a problem to positions; `ProblemError` if it runs what the problem lacks, or frees
+    what no run has left resident. ``strategy``: the name of the strategy that found it."""
     number = {t: i for i, t in enumerate(graph.producer)}
     recipe = {name: i for i, name in enumerate(graph.op)}
     writes = [[number[t] for t in op.writes if t in number] for op in graph.op.values()]
@@ -86,24 +87,27 @@ def member_of(graph: TrainingGraph, schedule: Schedule, strategy: str) -> Member
     events: list[int] = []
     before: list[int] = []
     resident: dict[int, None] = {}
-    try:
-        for step in schedule:
-            if isinstance(step, Run):
-                r = recipe[step.op]
-                fresh = [t for t in writes[r] if t not in resident]
-                resident.update(dict.fromkeys(fresh))
-                events += fresh
-                steps.append(r)
-                before.append(len(events))
-            else:
-                t = number[step.tensor]
-                del resident[t]
-                events.append(-1 - t)
-                steps.append(-1 - t)
-    except KeyError as error:
-        raise ProblemError(
-            f"{graph.name}: the schedule names {error}, which the problem does not have"
-        ) from None
+    for step in schedule:
+        if isinstance(step, Run):
+            if step.op not in recipe:
+                raise ProblemError(
+                    f"{graph.name}: the schedule runs {step.op!r}, which the problem does not have"
+                )
+            r = recipe[step.op]
+            fresh = [t for t in writes[r] if t not in resident]
+            resident.update(dict.fromkeys(fresh))
+            events += fresh
+            steps.append(r)
+            before.append(len(events))
+        else:
+            t = number.get(step.tensor, -1)
+            if t not in resident:
+                raise ProblemError(
+                    f"{graph.name}: the schedule frees {step.tensor!r}, which no run has left resident"
+                )
+            del resident[t]
+            events.append(-1 - t)
+            steps.append(-1 - t)
     events += [-1 - t for t in resident]
     return Member(_ints(steps), _ints(events), _ints(before), len(recipe), strategy)
 

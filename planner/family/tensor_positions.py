@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rematplan.ir import TrainingGraph
-from rematplan.planner.family.amounts_by_position import Amounts, Floats, Ints
+from rematplan.planner.core.array_types import Floats, Ints
+from rematplan.planner.family.amounts_by_position import Amounts
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematplan.planner.arrays.indexed import Indexed, indexed
+from rematplan.planner.core.array_types import Floats, Ints
 from rematplan.planner.pipeline.stage_chain import StageChain
-
-Ints = NDArray[np.int64]
-Costs = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class _Saved:
     """The last block that reads the results."""
     bytes: Ints
     """Of the results that the backward reads."""
-    cost: Costs
+    cost: Floats
     """Microseconds of the op."""
 
 

@@ -14,6 +14,7 @@ from rematplan.planner.annealing.problem_arrays import recipes
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.core.strategy import Progress, SearchStrategy, silent
 
 
@@ -63,15 +64,14 @@ class Anneal(SearchStrategy):
         search = Search(
             graph,
             budget,
-            self.seed,
-            self.keep_order,
+            *rules_of(self),
             enough=lambda overhead: overhead <= floor + 1e-12,
             report=lambda fraction, overhead: progress(fraction, _text(overhead)),
         )
         plan = search.run([runs_of(p.schedule) for p in starts], effort)
         if plan is None:
-            more, order = effort.like(CHEAP_SHARE), self.keep_order
-            raise refusal(self.name, graph, budget, search.least, more, seed=self.seed, keep_order=order)
+            more = effort.like(CHEAP_SHARE)
+            raise refusal(self.name, graph, budget, search.least, more, rules=rules_of(self))
         return plan
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rematplan.ir import LatticeTooLarge, TrainingGraph, UsageError
-from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.arrays.phases import phase_views
 from rematplan.planner.blocks.evaluate_runs import evaluate_runs
 from rematplan.planner.blocks.forward_graph import ForwardGraph, forward_graph
 from rematplan.planner.blocks.lowering import Partition, lower_to_positions, partition_of
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.strategy import Enough, FamilyStrategy, Progress, silent, undominated
 

@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.planner.arrays.csr import Ints
 from rematplan.planner.blocks.block_chain import BlockChain, block_chain, narrow_places
 from rematplan.planner.blocks.forward_graph import forward_graph
 from rematplan.planner.blocks.interval_dp import Intervals, Table, in_units, intervals, solve
 from rematplan.planner.caches.graph_cache import cached_on
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.schedule import without_idle
 from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import Candidate, CandidateStrategy

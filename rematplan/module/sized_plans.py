@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.core.array_types import Ints
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.resizing import Resizing
@@ -35,7 +35,6 @@ PATTERNS = 64
 STRUCTURES = 4
 """The largest number of structures whose plans are kept; those for which a problem was learned last are kept."""
 SizePattern: TypeAlias = tuple[int, ...]
-Ints: TypeAlias = NDArray[np.int64]
 Layout: TypeAlias = tuple[tuple[Size, ...], tuple[Size, ...]]
 """Shape and strides."""
 

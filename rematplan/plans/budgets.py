@@ -16,6 +16,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_cost, by_peak
+from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.peak_report import floor_text
 from rematplan.planner.registry import LIMIT
@@ -219,12 +220,9 @@ def _plan_or_lower(
     except InfeasibleBudget as error:
         if not isinstance(strategy, Anneal) or not strategy.moves:
             raise
-        moves, order, seed = strategy.moves, strategy.keep_order, strategy.seed
-        effort = Effort(moves=-(-moves // 2))
+        effort, rules = Effort(moves=-(-strategy.moves // 2)), rules_of(strategy)
         # A budget that ``min`` can meet is not refused.
-        least = find_smallest_peak(
-            graph, effort, stored, progress, enough=budget, keep_order=order, seed=seed
-        )
+        least = find_smallest_peak(graph, effort, stored, progress, enough=budget, rules=rules)
         if least.peak > budget:
             for slack in LEAN.values():  # each may end at another peak
                 near = cheapest_near_smallest_peak(
@@ -232,9 +230,8 @@ def _plan_or_lower(
                     strategy.time_limit,
                     progress,
                     slack=slack,
-                    moves=moves,
-                    keep_order=order,
-                    seed=seed,
+                    moves=strategy.moves,
+                    rules=rules,
                     starts=stored,
                 )
                 least = min(least, near, key=by_peak)
@@ -272,7 +269,6 @@ def least_plan(
         known = (*starts, *stored_plans(strategy, graph, store))
         counted = strategy.counted if isinstance(strategy, Auto) else 0
         moves = strategy.moves if isinstance(strategy, Anneal) else counted
-        order = not isinstance(strategy, ILP) and strategy.keep_order
 
         def cheapest(left: float) -> Strategy:
             return replace(strategy, time_limit=left)
@@ -283,8 +279,7 @@ def least_plan(
             progress,
             slack=slack,
             moves=moves,
-            keep_order=order,
-            seed=0 if isinstance(strategy, ILP) else strategy.seed,
+            rules=rules_of(strategy),
             starts=known,
             cheapest=cheapest,
         )

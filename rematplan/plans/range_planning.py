@@ -13,6 +13,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.search_rules import SearchRules
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.family.amounts_by_position import Amounts
 from rematplan.planner.family.plan_family import PlanFamily
@@ -206,8 +207,8 @@ class _RangeSearch:
                 graph = self.problems.problem(size)
                 self._say(size)
                 starts = self.families[self.structure[size]].starts(graph, self.budget, OPTIONS.starts)
-                seconds, seed = OPTIONS.polish_seconds, self.auto.seed
-                self._take(size, polished(graph, self.budget, starts, seconds=seconds, seed=seed))
+                seconds, rules = OPTIONS.polish_seconds, SearchRules(self.auto.seed)
+                self._take(size, polished(graph, self.budget, starts, seconds=seconds, rules=rules))
 
     def _take(self, size: int, plans: Iterable[Plan]) -> None:
         graph = self.problems.problem(size)

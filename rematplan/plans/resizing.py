@@ -15,10 +15,11 @@ from itertools import combinations
 import numpy as np
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.core.array_types import Flags, Floats, Ints
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.core.simulator import resident_bytes
-from rematplan.planner.family.amounts_by_position import Amounts, Bools, Floats, Ints, amounts_of
+from rematplan.planner.family.amounts_by_position import Amounts, amounts_of
 from rematplan.planner.family.plan_family import PlanFamily
 from rematplan.planner.family.tensor_positions import TensorPositions, tensor_positions, with_amounts
 from rematplan.plans.refining import Rechoosing, Refinement, Refining, StepPlan
@@ -80,7 +81,7 @@ class Resizing:
         self._positions: TensorPositions = tensor_positions(self.problem)
         self._storage: Ints = np.array([number.get(t.name, -1) for t in tensors], dtype=np.int64)
         recipes = self.problem.recipes
-        self._jumps: Bools = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
+        self._jumps: Flags = np.array([_has_kernels(self.step, op.name) for op in recipes], dtype=np.bool_)
         at = {t.name: k for k, t in enumerate(tensors)}
         self._made_from = {
             at[t]: [at[r] for r in op.reads if r in at]

@@ -13,6 +13,7 @@ from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import Budget, parse_budget, plan_within
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
@@ -324,9 +325,7 @@ class _Chooser:
         effort = Effort(seconds, auto.counted or MOVES_PER_OP * len(graph.ops))
         # Block plans alone to start from: the search back in time would take most of a trial.
         blocks = leanest_plans(graph, effort)
-        return find_smallest_peak(
-            graph, effort, keep_order=auto.keep_order, seed=auto.seed, blocks=blocks
-        ).peak
+        return find_smallest_peak(graph, effort, rules=rules_of(auto), blocks=blocks).peak
 
 
 def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.planner.ilp.exhaustive import exhaustive
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner

@@ -18,10 +18,10 @@ from replay import replayed
 from stage_chains import WEIGHTS, WithoutStarts, chain_stage, in_turn, overwritable, overwriting
 
 from rematplan.ir import CHEAP, InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.schedule import Run
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.pipeline.actions import Action, RankActions
 from rematplan.planner.pipeline.gpipe_and_1f1b import one_forward_one_backward
 from rematplan.planner.pipeline.rank_memory import rank_peak

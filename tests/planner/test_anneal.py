@@ -18,12 +18,13 @@ from rematplan.planner.annealing.annealer import ALL_MOVES, Annealer
 from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.annealing.state import BUDGET
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import peak_op, plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import SearchRules
 from rematplan.planner.core.strategy import Enough
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.ilp import ILP
 
@@ -169,7 +170,8 @@ def test_the_smallest_peak_keeps_the_order_that_must_be_kept():
     tensors = tuple(Tensor(name, size) for name, size in sizes.items())
     outputs = tuple(f"small{i}" for i in range(4))
     graph = TrainingGraph("folds", tensors, ("x",), outputs, (*large, *small))
-    free, kept = (cheapest_near_smallest_peak(graph, moves=40_000, keep_order=keep) for keep in (False, True))
+    kinds = (SearchRules(keep_order=keep) for keep in (False, True))
+    free, kept = (cheapest_near_smallest_peak(graph, moves=40_000, rules=kind) for kind in kinds)
     assert (free.estimate.peak, free.estimate.reruns) == (1 + 8 + 4, 0)
     assert list(dict.fromkeys(runs_of(kept.schedule))) == [op.name for op in graph.ops]
     assert (kept.estimate.peak, kept.estimate.reruns) == (1 + 8 + 4, 4)

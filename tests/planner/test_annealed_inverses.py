@@ -17,9 +17,9 @@ from rematplan.planner.annealing.anneal_loop import anneal
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.state import COST, HALF, PENALTY
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.strategies.anneal import Anneal
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=25)

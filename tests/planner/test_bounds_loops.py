@@ -8,12 +8,12 @@ import pytest
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.precedence import precedence
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.bounds import cut_bounds
 from rematplan.planner.bounds.bound_search import BoundSearch, lower_bound
 from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.multi_cut_program import CutProgram
 from rematplan.planner.core.effort import Effort
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.ilp.solver import Solver
 
 Z = 12

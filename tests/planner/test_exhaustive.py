@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph
+from rematplan.planner.auto import exhaustive as module
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.ilp import exhaustive as module
-from rematplan.planner.ilp.exhaustive import exhaustive
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=200)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.ir import Op, ProblemError, TrainingGraph
+from rematplan.ir import Op, ProblemError, Tensor, TrainingGraph
 from rematplan.planner.core.plan import plan_from_runs
-from rematplan.planner.core.schedule import Run, runs_of
+from rematplan.planner.core.schedule import Free, Run, runs_of
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
 from rematplan.planner.family import plan_family as module
@@ -105,6 +105,22 @@ def test_a_member_is_at_other_sizes_what_the_simulator_says(problems, seed, larg
             assert cost == pytest.approx(plan.estimate.cost, rel=1e-12)
             again = member_of(other, plan.schedule, "x")
             assert np.array_equal(again.steps, member.steps)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (Run("no such op"), "runs 'no such op', which the problem does not have"),
+        (Free("no such tensor"), "frees 'no such tensor', which no run has left resident"),
+        (Free("x"), "frees 'x', which no run has left resident"),
+        (Free("y"), "frees 'y', which no run has left resident"),
+    ],
+)
+def test_a_schedule_that_the_problem_does_not_allow_is_refused_by_name(step, message):
+    tensors = tuple(Tensor(name, 1) for name in ("x", "y"))
+    graph = TrainingGraph("one op", tensors, ("x",), (), (Op("make", ("x",), ("y",), 1.0),))
+    with pytest.raises(ProblemError, match=message):
+        member_of(graph, (Run("make"), Free("y"), step), "by hand")
 
 
 @PROFILE

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from rematplan.ir import InfeasibleBudget, Op, Tensor, TrainingGraph, problem_to_json
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs, plan_to_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.ilp.solver import Solver
 from rematplan.planner.ilp.stage_program import StageProgram, runs_at
 from rematplan.planner.strategies.anneal import Anneal

@@ -22,6 +22,7 @@ from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, fitted, lower_by_eviction, plan_by_eviction
 from rematplan.planner.auto.eviction_simulation import Simulation, random_policy, tables_of
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.rungs import rungs_above
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
@@ -33,7 +34,6 @@ from rematplan.planner.core.peak_ladder import knee
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.least.near_least import plan_near_least
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.anneal import Anneal

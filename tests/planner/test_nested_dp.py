@@ -14,13 +14,13 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.auto import smallest_peak_search
 from rematplan.planner.auto.block_starts import leanest_plans
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
 from rematplan.planner.blocks.block_chain import block_chain, narrow_places
 from rematplan.planner.blocks.interval_dp import intervals
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
-from rematplan.planner.ilp.exhaustive import exhaustive
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute

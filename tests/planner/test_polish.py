@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from rematplan.planner.annealing.polish import polished
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import SearchRules
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.core.strategy import pareto
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 
+IN_ORDER = SearchRules(keep_order=True)
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True)
 
 
@@ -88,7 +90,7 @@ def test_plans_of_another_size_come_near_a_search_of_this_one(problems):
 def test_a_required_order_is_kept(problems):
     graph = problems.chain(6)
     plans = list(
-        polished(graph, budget_of(graph, 0.3), ApproxDP().curve(graph, ()), moves=8000, keep_order=True)
+        polished(graph, budget_of(graph, 0.3), ApproxDP().curve(graph, ()), moves=8000, rules=IN_ORDER)
     )
     order = [op.name for op in graph.ops]
     for plan in plans:
