@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rematplan
 from rematplan.ir import InfeasibleBudget
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.models import build
 from rematplan.models.resnet import Residual
 from rematplan.models.transformer import Block

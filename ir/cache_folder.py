@@ -10,7 +10,7 @@ from pathlib import Path
 import platformdirs
 
 from rematplan.ir.errors import ProblemError
-from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.ir.files import read_json, write_whole
 
 LOG = logging.getLogger("rematplan")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from rematplan.ir.errors import ProblemError, UsageError
+from rematplan.ir.errors import ProblemError
+from rematplan.ir.files import read_as, write_whole
 from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 PROBLEM_FORMAT = "rematplan.problem/1"
@@ -81,56 +80,7 @@ def load_problem(path: str | Path) -> TrainingGraph:
         ProblemError: the file cannot be read, is not JSON, or does not describe a valid problem; the message names
             the file.
     """
-    try:
-        return problem_from_json(read_json(path))
-    except ProblemError as error:
-        raise ProblemError(f"{path}: {error}") from None
-
-
-def read_json(path: str | Path) -> object:
-    """Return the JSON data of a file. `ProblemError`, which does not name the file, if it cannot be read, is not
-    JSON, or has ``NaN`` or ``Infinity``."""
-
-    def refuse(word: str) -> float:
-        raise ProblemError(f"{word} is not a number")
-
-    try:
-        return cast(object, json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse))
-    except OSError as error:
-        raise ProblemError(f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ProblemError(f"is not JSON: {error}") from None
-
-
-def stated_json(path: str | Path) -> object:
-    """Read a JSON file that a user names; `UsageError` if it cannot be read."""
-    try:
-        return read_json(path)
-    except ProblemError as error:
-        raise UsageError(f"{path}: {error}") from None
-
-
-def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file completely or not at all; `ProblemError` if that fails. Links are followed; an existing special file
-    such as ``/dev/stdout`` is written directly."""
-    data = content.encode() if isinstance(content, str) else content
-    path = Path(path)
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_bytes(data)
-            return
-        path = path.resolve()
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise ProblemError(f"{path}: cannot be written: {error.strerror}") from None
+    return read_as(path, problem_from_json)
 
 
 def _op_to_json(op: Op) -> dict[str, Any]:

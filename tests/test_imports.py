@@ -51,7 +51,7 @@ WALLS = {
 }
 
 LAYERS = {
-    "ir": ("errors training_graph recoverable problem_json cache_folder", "onnx"),
+    "ir": ("errors training_graph recoverable files problem_json cache_folder", "onnx"),
     "planner": (
         "core",
         "family",

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rematplan.ir import ProblemError, TrainingGraph, show_bytes
-from rematplan.ir.problem_json import problem_from_json, problem_to_json, read_json, write_whole
+from rematplan.ir.files import read_as, write_whole
+from rematplan.ir.problem_json import problem_from_json, problem_to_json
 from rematplan.planner.core.lane_memory import checked_lanes
 from rematplan.planner.core.lane_schedule import Lanes, lanes_from_json, lanes_to_json
 from rematplan.planner.core.schedule import Free, Run, Schedule, with_frees
@@ -209,17 +210,14 @@ def load_plan(path: str | Path, graph: TrainingGraph) -> Plan:
     Raises:
         ProblemError: the file cannot be read, or a reason that `plan_from_json` lists; the message names the file.
     """
-    try:
-        return plan_from_json(read_json(path), graph)
-    except ProblemError as error:
-        raise ProblemError(f"{path}: {error}") from None
+    return read_as(path, lambda data: plan_from_json(data, graph))
 
 
 def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | None:
     """Return the plan and the problem of a JSON file; None if it is no plan. `ProblemError` if it cannot be read, has
     no problem, or `plan_from_json` refuses it."""
-    try:
-        data = read_json(path)
+
+    def convert(data: object) -> tuple[Plan, TrainingGraph] | None:
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             return None
         if EMBEDDED not in data:
@@ -229,8 +227,8 @@ def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | Non
             )
         graph = problem_from_json(data[EMBEDDED])
         return plan_from_json(data, graph), graph
-    except ProblemError as error:
-        raise ProblemError(f"{path}: {error}") from None
+
+    return read_as(path, convert)
 
 
 def peak_op(plan: Plan) -> str | None:

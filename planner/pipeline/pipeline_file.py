@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rematplan.ir import ProblemError, show_bytes
-from rematplan.ir.problem_json import read_json, write_whole
+from rematplan.ir.files import read_as, write_whole
 from rematplan.planner.pipeline.actions import (
     DROPS,
     KEEPS,
@@ -384,7 +384,4 @@ def save_pipeline(plan: PlannedPipeline, path: str | Path) -> None:
 
 def load_pipeline(path: str | Path) -> PlannedPipeline:
     """Read a pipeline file; `ProblemError`, which names it, if that is impossible."""
-    try:
-        return pipeline_from_json(read_json(path))
-    except ProblemError as error:
-        raise ProblemError(f"{path}: {error}") from None
+    return read_as(path, pipeline_from_json)

@@ -27,7 +27,7 @@ from rematplan.cli.problem_source import (
 from rematplan.cli.rewriting import add_rewriting, refuse_rewriting, rewriting_options, stated_rewriting
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import TrainingGraph, UsageError, show_bytes
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.planner.annealing.filling import plans_between
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_strategy import Auto

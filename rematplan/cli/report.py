@@ -10,7 +10,7 @@ from rematplan.cli.output import Output
 from rematplan.cli.plan import add_budget, plan_document, plan_for
 from rematplan.cli.problem_source import Source, add_costs, add_model, is_problem, load
 from rematplan.ir import UsageError
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.planner.core.plan import Plan, load_plan, load_plan_with_problem
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget

@@ -13,7 +13,7 @@ from rematplan.cli.arguments import one_strategy, strategy_options
 from rematplan.cli.output import Output
 from rematplan.cli.problem_source import load
 from rematplan.ir import ModelError, TrainingGraph, UnfitSizes, UsageError
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.family.range_proof import RangeRow

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rematplan.ir import TrainingGraph
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.plan_report.page import Subject, page
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent

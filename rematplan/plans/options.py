@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from rematplan.ir import TrainingGraph, UsageError
-from rematplan.ir.problem_json import read_json
+from rematplan.ir.files import read_as
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import stated_limit
 from rematplan.planner.core.plan import Plan, load_plan, ops_of_plan
@@ -65,7 +65,7 @@ class SavedPlan(Strategy):
     @property
     def ops(self) -> frozenset[str]:
         """The names of the ops in the file's plan."""
-        return ops_of_plan(read_json(self.path))
+        return read_as(self.path, ops_of_plan)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rematplan.ir import show_bytes
-from rematplan.ir.problem_json import write_whole
+from rematplan.ir.files import write_whole
 from rematplan.plan_report.labels import unit_of
 from rematplan.planner.core.plan import Plan, by_peak
 

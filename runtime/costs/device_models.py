@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rematplan.ir import UsageError
-from rematplan.ir.problem_json import stated_json
+from rematplan.ir.files import stated_json
 
 if TYPE_CHECKING:
     import torch

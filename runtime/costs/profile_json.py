@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rematplan.ir import UsageError
-from rematplan.ir.problem_json import stated_json, write_whole
+from rematplan.ir.files import stated_json, write_whole
 from rematplan.runtime.costs.profile import device_name, signature
 from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep

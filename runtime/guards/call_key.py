@@ -1,4 +1,5 @@
-"""A hashable key of a call of a module: of its arguments, of autocast, and of process-wide settings."""
+"""A hashable key of a call of a module: of its arguments, of autocast, and of process-wide settings. Modes in which no
+key holds are refused (`check_modes`)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_full_disk(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rematplan.ir.problem_json.os.replace", full)
+    monkeypatch.setattr("rematplan.ir.files.os.replace", full)
     said = trained(caplog)
     assert sorted(said) == [
         f"{where} cannot be written, so nothing is kept there for later processes: No space left on device"
