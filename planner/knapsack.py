@@ -70,8 +70,8 @@ def pack(weights: Sequence[int], values: Sequence[float], capacity: int) -> Pack
 def _branch_and_bound(
     weights: Sequence[int], values: Sequence[float], capacity: int
 ) -> tuple[list[int], float]:
-    """Return the positions of the chosen items, and the gap. The items come by falling value per weight, and each
-    fits alone."""
+    """Return the positions of items of the most value within ``capacity``, and the gap as in `Packing`. The items come
+    by falling value per weight, and each fits alone."""
     total_weight = np.concatenate([[0], np.cumsum(np.array(weights, dtype=np.int64))])
     total_value = np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
     density = np.append(np.array(values, dtype=np.float64) / np.maximum(weights, 1), 0.0)

@@ -22,7 +22,6 @@ class BoundThread:
     the block raises one."""
 
     def __init__(self, bound: BoundSearch, effort: Effort, gap: float = 0.0) -> None:
-        # The search ends if its bound is at most ``gap`` below ``overhead``.
         self.bound, self.effort, self.gap = bound, effort, max(gap, CLOSED)
         self.spent = 0.0
         self.overhead = math.inf

@@ -14,13 +14,13 @@ SHORTEST = 1.0
 
 
 class SecondSearch:
-    """A context in which a thread waits for the search for a bound, then anneals until the block ends. It does not
-    anneal if at most `SHORTEST` seconds are left then."""
+    """A context in which a thread waits for the search for a bound, then anneals until the block ends. The search for a
+    bound and the annealing share ``seconds``, in CPU seconds from the beginning of the block. If at most `SHORTEST` are
+    left, it does not anneal."""
 
     def __init__(
         self, search: Search, bound_thread: BoundThread, seconds: float, starts: Sequence[Sequence[str]]
     ) -> None:
-        # ``seconds``: CPU seconds of the bound and the annealing together.
         self.search, self.bound_thread, self.seconds, self.starts = search, bound_thread, seconds, starts
         self.effort: Effort | None = None
         self._stopped = threading.Event()

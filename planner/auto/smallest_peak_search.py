@@ -37,8 +37,7 @@ Report: TypeAlias = Callable[[float, float | None], None]
 
 @dataclass(frozen=True)
 class PeakSearchOptions:
-    """The constants of the search for the smallest peak. They were chosen by trial; single measurements were not
-    recorded."""
+    """The constants of the search for the smallest peak, tuned by hand; no measurements were kept."""
 
     blocks: float = 0.3
     """After this share of the time, no further block strategy begins."""
@@ -95,10 +94,10 @@ def search_smallest_peak(
     ended: Callable[[], bool] = lambda: False,
     rules: SearchRules = ANY_ORDER,
 ) -> tuple[Plan, BaseException | None]:
-    """Search for the plan with the smallest peak. Return it with the interrupt that ended the search, or None; if no
-    plan is below the peak without recomputation yet, the interrupt is raised. ``enough``: bytes at which the search
-    ends. ``ended``: returns whether it must end early. A small problem is searched in stages of twice as many moves,
-    whose number alone depends on the time limit."""
+    """Return the plan with the smallest peak found, and the interrupt that ended the search or None. An interrupt is
+    raised instead if the plan without recomputation is still the best. ``enough``: a peak in bytes at which the search
+    ends. ``ended``: returns whether it must end early. A small problem is searched in stages, each of twice as many
+    moves as the one before; the time limit decides how many."""
     search = partial(find_smallest_peak, graph, progress=progress, enough=enough, rules=rules)
     if not is_small(graph):
         part = effort.part(effort.left, ended)
@@ -130,8 +129,9 @@ def find_smallest_peak(
     rules: SearchRules = ANY_ORDER,
     blocks: Sequence[Plan] | None = None,
 ) -> Plan:
-    """Return the plan with the smallest peak found, at most that of ``starts`` whose order is allowed. A peak of at
-    most ``enough`` bytes ends the search. ``blocks``: plans of block strategies with small peaks; None: they are
+    """Return the plan with the smallest peak found, no larger than that of any of ``starts`` whose order is allowed. A
+    peak of at most ``enough`` bytes ends the search. An interrupt is recorded in ``effort``, or raised if the plan
+    without recomputation is still the best. ``blocks``: plans of block strategies with small peaks; None: they are
     searched for."""
     if blocks is None:
         part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
@@ -141,6 +141,8 @@ def find_smallest_peak(
     inverses = {inverse.name for inverse in graph.inverses}
 
     def search(problem: TrainingGraph, share: float, carried: Sequence[Plan]) -> Plan:
+        """Return the best plan of ``problem``, which has no inverses or is the whole problem, within ``share`` of the
+        effort left. After an interrupt, return the best of ``carried``, plans already converted to it."""
         known = [
             p for p in (*starts, *blocks) if problem is graph or inverses.isdisjoint(runs_of(p.schedule))
         ]
@@ -162,9 +164,9 @@ def find_smallest_peak(
 def _lean_starts(
     graph: TrainingGraph, for_blocks: Effort, whole: Effort, progress: Progress, enough: int
 ) -> tuple[Plan, ...]:
-    """Return block plans with small peaks, found with the effort ``for_blocks``, and a leaner one of the search back in
-    time, which takes a share of ``whole``. That search is left out if a peak is at most ``enough`` bytes or proven to
-    be the least, or if ``whole`` is cut short."""
+    """Return block plans with small peaks, found with the effort ``for_blocks``, and a leaner plan of the search back
+    in time if it finds one. What is left of ``whole`` limits that search. It is left out if a peak is at most
+    ``enough`` bytes or proven to be the least, or if ``whole`` is cut short."""
     progress(0.0, "lowering the peak")
     blocks = leanest_plans(graph, for_blocks)
     least = min((no_recompute(graph), *blocks), key=by_peak).peak
@@ -230,7 +232,8 @@ class _Lowering:
         )
 
     def _descend(self, starts: Sequence[Sequence[str]], report: Report) -> None:
-        """Lower the smallest peak by descents, which aim slightly below it."""
+        """Lower the smallest peak by descents, which aim slightly below it, from its plan and from the runs of
+        ``starts``."""
         least = runs_of(self.least.schedule)
         searches = [self._search(self.aim, k, report) for k in range(self._width)]
         # For the second thread: perhaps no move leads lower from the leanest plan.
@@ -243,8 +246,8 @@ class _Lowering:
         self._take(searches)
 
     def _leap(self, report: Report) -> None:
-        """Search within budgets clearly below the smallest peak so far, until no search lowers it, it is small enough,
-        or the effort is spent."""
+        """Lower the smallest peak by searches within budgets clearly below it. Repeat them until none lowers it, it is
+        small enough, or the effort is spent."""
         gained = True
         while gained and not self._ended and not self.effort.over:
             peak, gained = self.least.estimate.peak, False
@@ -276,8 +279,8 @@ class _Lowering:
     def _in_threads(
         self, searches: Sequence[Search], methods: Sequence[Callable[[Effort], object]], share: float
     ) -> None:
-        """Run the ``methods`` of ``searches`` in parallel, the first in this thread, for ``share`` of the effort
-        left. If one finds a peak that is small enough, all end soon."""
+        """Run ``methods``, each for the search at its position in ``searches``, in parallel, the first in this thread,
+        for ``share`` of the effort left. Once a search has a peak of at most `enough` bytes, all end soon."""
         first = self.effort.part(share * self.effort.left)
         parts = [first, *(Effort(first.total, ended=lambda: first.cut_short) for _ in searches[1:])]
 
@@ -305,8 +308,8 @@ def _peak_of(search: Search) -> float:
 
 
 def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
-    """Lower the smallest peak of ``search`` by descents, until several in a row gain nothing, the peak is within the
-    budget of ``search`` or ``enough`` bytes, or the effort is over."""
+    """Lower the smallest peak of ``search`` by descents from ``starts``. End after several in a row that gain nothing,
+    with a peak within the budget of ``search`` or ``enough`` bytes, or when the effort is over."""
     search.prepare(starts)
     stalls = 0
     while (
@@ -320,6 +323,7 @@ def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort:
 
 
 def _fit(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
-    """Search for any plan within the budget of ``search``, or with a peak of at most ``enough`` bytes."""
+    """Run ``search`` from ``starts`` until it has a plan within its budget or with a peak of at most ``enough`` bytes,
+    or the effort is over."""
     search.enough = lambda overhead: math.isfinite(overhead) or _peak_of(search) <= enough
     search.run(starts, effort)

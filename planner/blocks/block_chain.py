@@ -29,13 +29,10 @@ MINOR = 1 / 64
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The forward half as blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0. In stage k the
-    results of block k are resident.
-
-    A block runs in one of three modes: *passing* keeps what later blocks or their stages read, *saving* what
-    later blocks or any stage reads. *Closing* keeps what its own and later running stages read. Bytes do not
-    count tensors that are always resident.
-    """
+    """The forward half as blocks 0 .. n - 1, and the backward half as stages n - 1 .. 0. In stage k the results of
+    block k are resident. A block runs in one of three modes. *Passing* keeps the results that later blocks or their
+    stages read, *saving* those that later blocks or any stage reads. *Closing* keeps the results whose last reader is
+    in the block's own stage or in one that runs later. Bytes do not count tensors that are always resident."""
 
     forward: Groups
     """The ops of each block, in order."""

@@ -65,8 +65,8 @@ class NestedDP(CandidateStrategy):
                 raise UsageError(f"{self.name}: {option} is {value}; it must be at least {least}")
 
     def candidates(self, graph: TrainingGraph, progress: Progress) -> Iterator[Candidate]:
-        """Yield candidate plans for a problem whose ops are marked as forward or backward; none if no op belongs to the
-        forward half."""
+        """Yield candidate plans, of each table those with small peaks first; with ``near``, of one table only. The ops
+        must be marked as forward or backward; none is yielded if no op belongs to the forward half."""
         if not len(forward_graph(graph)):
             return
         chain, alike = cached_on(graph, ("block chain", self.units), lambda: self._chain(graph))

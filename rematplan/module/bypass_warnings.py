@@ -50,12 +50,13 @@ class BypassWarnings:
     """The hooks that wait for a backward before the first planned call."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Warn if a backward gives a gradient to one of the model's parameters before any planned module was called."""
+        """Warn if a backward gives a gradient to one of the model's parameters before any planned module is called from
+        now on."""
         before, told = _planned_calls, False
 
         def tell(_: torch.Tensor) -> None:
-            """Warn if no planned module was called yet, at the first gradient only, and end the watch with the
-            backward."""
+            """Warn, at the first gradient only, if no planned module was called since the watch began. The watch ends
+            with the backward."""
             nonlocal told
             if told or current_graph_task() < 0:  # weight gradients that come after a planned backward
                 return
