@@ -129,7 +129,7 @@ def run_step(
 
 
 def measure_plans(
-    loaded: LoadedStep, plans: Sequence[Plan], *, rounds: int = 5, progress: Progress = silent
+    loaded: LoadedStep, plans: Sequence[Plan], *, rounds: int, progress: Progress
 ) -> tuple[MeasuredPlan, ...]:
     """Measure the peaks of plans and of plain autograd, then time all of them alternately in ``rounds`` rounds.
 

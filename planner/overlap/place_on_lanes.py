@@ -20,7 +20,7 @@ USUAL = Sharing()
 
 
 def fastest_on_two_lanes(
-    graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing = USUAL
+    graph: TrainingGraph, plans: Iterable[Plan], budget: int, sharing: Sharing
 ) -> Plan | None:
     """Divide each of the plans into two lanes, and return the one of the shortest predicted time; None if
     `on_two_lanes` divides none."""

@@ -70,7 +70,7 @@ class Terms:
 
 
 def stage_times(
-    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool = False
+    chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool
 ) -> tuple[StageTimes, ...]:
     """Return the times and the message sizes of each stage of a pipeline. ``times``: for each stage, the microseconds
     of forward, backward and separate weight gradients. ``recovers``: as in `returned_bytes`."""

@@ -197,7 +197,7 @@ def cause_of(difference: FirstDifference) -> Cause:
     return next(cause for cause in CAUSES if cause.applies(difference))
 
 
-def first_difference(region: Region, other_ops: bool = False) -> FirstDifference | None:
+def first_difference(region: Region, other_ops: bool) -> FirstDifference | None:
     """Return the first op whose result or autocast state differs, one beyond rounding if possible; None if there is
     none. Ops of only one run count with ``other_ops``, if they are of other modules, or if the region draws NumPy's or
     Python's numbers again."""

@@ -17,7 +17,7 @@ from rematplan.runtime.graph.compat import PUSH_SAVED_TENSORS_HOOKS, c_autograd
 
 
 @contextmanager
-def plain_path(recomputing: Collection[type[Function]] = ()) -> Iterator[None]:
+def plain_path(recomputing: Collection[type[Function]]) -> Iterator[None]:
     """Disable `torch.utils.checkpoint` and hooks on saved tensors, inside the block and in this thread, and
     differentiate the forwards of ``recomputing`` by autograd. Compiled code runs in eager mode."""
     thread, push = get_ident(), getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)

@@ -54,7 +54,7 @@ def module_with_plan(
     options: PlanOptions,
     made: StepPlan,
     calls: tuple[object, ...],
-    capture: ReadyCapture | None = None,
+    capture: ReadyCapture | None,
 ) -> nn.Module:
     """Return a planned module, sharing the model's parameters and buffers, that follows a plan which was made before.
     ``calls``: `ops_of` the captured step without inverses. ``capture``: of that step, if it exists."""

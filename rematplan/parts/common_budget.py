@@ -15,7 +15,7 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
-from rematplan.parts.around_parts import NOTHING, AroundParts
+from rematplan.parts.around_parts import AroundParts
 from rematplan.parts.live_bytes import allocated_bytes
 from rematplan.parts.rehearsed import EqualParts, Rehearsed
 from rematplan.planner.core.effort import Effort
@@ -232,10 +232,10 @@ def common_search(
     rehearsed: Rehearsed,
     asked: PlanOptions,
     named: Mapping[str, torch.Tensor],
-    fixed: int | None = None,
+    fixed: int | None,
     *,
     accumulating: bool,
-    around: AroundParts = NOTHING,
+    around: AroundParts,
 ) -> CommonSearch:
     """Return the search, not run yet, for the plans of a model's parts. ``fixed``: the budget in bytes, if it is known
     already. ``accumulating``: whether gradients of earlier steps exist. ``around``: what FSDP2 needs."""

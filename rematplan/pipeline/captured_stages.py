@@ -97,7 +97,7 @@ def captured_stage(
     planner: Planner,
     template: StagePlan,
     place: StagePlace,
-    loss: LossMemory | None = None,
+    loss: LossMemory | None,
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem, without splits."""
     capture, captured = _captured(stage)

@@ -43,8 +43,8 @@ def captured_part(
     planner: Planner,
     number: int,
     stage: StageModule,
-    parallel: DataParallel = ALONE,
-    loss: LossMemory | None = None,
+    parallel: DataParallel,
+    loss: LossMemory | None,
 ) -> CapturedPart:
     """Capture stage ``number`` of a pipeline, or measure its forward if it has no gradients, and return it with its
     planning problem. ``parallel``: adds the memory of data parallelism. `ModelError` for a stage without gradients

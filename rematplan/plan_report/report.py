@@ -42,7 +42,7 @@ class Report:
         return f'<iframe srcdoc="{html.escape(self.html)}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
 
 
-def subject_of(graph: TrainingGraph, plan: Plan, calls: Iterable[Call] = ()) -> Subject:
+def subject_of(graph: TrainingGraph, plan: Plan, calls: Iterable[Call]) -> Subject:
     """Return what a report is about. ``calls``: those of the captured step and its inverses, if there is one."""
     calls = tuple(calls)
     modules = {call.name: call.module for call in calls}

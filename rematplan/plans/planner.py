@@ -185,7 +185,7 @@ class Planner(StepProblems):
         return SplitTrials(most, trial)
 
     def _planned_whole(
-        self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None = None
+        self, step: CapturedStep, original: CapturedStep, first: bool, progress: Progress | None
     ) -> StepPlan:
         """Plan a step in which splits and fused kernels are made already. If no plan fits, ``on_infeasible`` decides as
         in `plan`; with ``in_flight``, `InfeasibleBudget`. ``original``: the step without splits and fused kernels."""
@@ -380,7 +380,7 @@ class Planner(StepProblems):
         """Return this planner with another budget. ``budget``: bytes."""
         return replace(self, options=replace(self.options, budget=budget))
 
-    def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress = silent) -> StepPlan:
+    def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress) -> StepPlan:
         """Return the better plan, with its step, of the steps ``plain`` and ``inverted``; of ``plain`` alone if no
         inverse of ``inverted`` rounds. `InfeasibleBudget` if none is found."""
         graphs = self.problem(plain, progress), self.problem(inverted, progress)

@@ -89,7 +89,7 @@ def ladder_table(plan: Plan) -> Table:
     return table
 
 
-def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float = 0.0) -> Table:
+def plan_table(graph: TrainingGraph, plan: Plan, base: Plan, error: float) -> Table:
     """Return a table of a plan's figures; ``base``: the plan without recomputation. ``error``: the predicted relative
     error of tensors that the backward reads, 0 if gradients are bit-equal."""
     e = plan.estimate

@@ -57,7 +57,7 @@ def read_joint_graph(
     names: Mapping[str, str],
     outputs: int,
     name: str,
-    table: ExpressionTable | None = None,
+    table: ExpressionTable | None,
 ) -> CapturedStep:
     """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`, to which `finished` must be
     applied before it is planned. ``names``, ``outputs``: as in `ModuleRoles`; ``table``: as in `_Reader`. Raises
@@ -107,7 +107,7 @@ class _Reader:
     `ModelError` if it cannot be planned. ``table`` receives symbolic sizes; None if sizes are fixed."""
 
     def __init__(
-        self, module: fx.GraphModule, roles: ModuleRoles | PositionRoles, table: ExpressionTable | None = None
+        self, module: fx.GraphModule, roles: ModuleRoles | PositionRoles, table: ExpressionTable | None
     ) -> None:
         self.module, self.roles, self.table = module, roles, table
         self.values: dict[str, Value] = {}

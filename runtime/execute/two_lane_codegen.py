@@ -30,7 +30,7 @@ from rematplan.planner.core.lane_schedule import (
 from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.runtime.execute.codegen import Writer
 from rematplan.runtime.execute.lanes import stream_recorder, two_lanes
-from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
+from rematplan.runtime.execute.missing_tangents import Unused
 from rematplan.runtime.graph.captured_step import CapturedStep
 
 LANE = ("gradients", "recovery")
@@ -91,9 +91,9 @@ class LaneWriter(Writer):
         step: CapturedStep,
         schedule: Schedule,
         lanes: Lanes,
-        start: int = 0,
-        unused: Unused = ALL_USED,
-        overwrite: bool = True,
+        start: int,
+        unused: Unused,
+        overwrite: bool,
     ) -> None:
         super().__init__(step, schedule, unused=unused, overwrite=overwrite)
         self.runs, self.lanes = runs_of(schedule), lanes

@@ -65,7 +65,7 @@ def recording(
     leaves: Sequence[Any],
     buffers: Mapping[str, torch.Tensor],
     batch: Sequence[torch.Tensor],
-    assumed: tuple[bool, ...] = (),
+    assumed: tuple[bool, ...],
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
     complete after the trace; at its end the Python state is restored. Raises `ModelError` if the forward names an

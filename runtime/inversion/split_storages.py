@@ -39,7 +39,7 @@ class SplitStep:
     """By split storage, the storages of parts copied out of it. Others are tensors it was concatenated from."""
 
 
-def split_storages(step: CapturedStep, leave: Iterable[str] = ()) -> SplitStep:
+def split_storages(step: CapturedStep, leave: Iterable[str]) -> SplitStep:
     """Return the step with forward storages, except ``leave``, split into separate parts, where views allow it."""
     return _Parter(step, frozenset(leave)).part()
 

@@ -133,7 +133,7 @@ def _outputs_read(step: CapturedStep, unread: frozenset[str]) -> list[torch.Tens
     return [step.values[i.value].fake for i in step.inputs if i.kind == "tangent" and i.target not in others]
 
 
-def _output_bytes(step: CapturedStep, unread: frozenset[str] = frozenset()) -> int:
+def _output_bytes(step: CapturedStep, unread: frozenset[str]) -> int:
     """Return the bytes of one tensor for each output that a loss is assumed to read, at 4 bytes or more an element."""
     return sum(
         allocated(fake.numel() * max(fake.itemsize, 4), fake.device) for fake in _outputs_read(step, unread)

@@ -65,7 +65,7 @@ class Checks(TorchDispatchMode):
 
     supports_higher_order_operators = True  # they are not changed
 
-    def __init__(self, assertions: SpeculatedAssertions, finite: FiniteTests | None = None) -> None:
+    def __init__(self, assertions: SpeculatedAssertions, finite: FiniteTests | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         #: The tensors that the assertion ops return. They must be outputs of the graph, or the ops are
         #: removed.
