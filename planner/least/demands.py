@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.arrays.precedence import needed_ops
-
-Ints = NDArray[np.int64]
-Words = NDArray[np.uint64]
-Flags = NDArray[np.bool_]
+from rematplan.planner.core.array_types import Flags, Ints, Words
 
 NEVER = 2**61
 """The value of a tensor that cannot be eliminated, because what it is computed from may run only once."""

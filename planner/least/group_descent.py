@@ -35,11 +35,11 @@ class GroupDescent:
 
 
 def descend_by_groups(
-    tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort, deepest: bool = True
+    tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort
 ) -> GroupDescent:
     """Regress groups of demanded tensors, from ``start``, until the rest can be eliminated within the level so far, no
     group lowers the bytes that this takes, or ``effort`` is spent. ``level``: bytes to begin with. ``limit``: states to
-    expand for one group. ``deepest``: as in `search`."""
+    expand for one group."""
     actions: list[int] = []
     demanded = list(start)
     frozen = np.zeros(tables.size.size, np.bool_)
@@ -52,7 +52,7 @@ def descend_by_groups(
         best = None
         for group in _groups(demanded):
             frozen[demanded], frozen[group] = True, False
-            found = search(tables, np.array(demanded, np.int64), frozen, level, size, limit, deepest, level)
+            found = search(tables, np.array(demanded, np.int64), frozen, level, size, limit, True, level)
             frozen[demanded] = False
             effort.charge(moves=work_of(int(found[2])))
             if found[0] < NEVER and (best is None or found[0] < best[0]):

@@ -30,7 +30,7 @@ def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
     if not parts:
         return None
 
-    def opened(names: tuple[str, ...]) -> tuple[str, ...]:
+    def with_parts(names: tuple[str, ...]) -> tuple[str, ...]:
         """Return ``names`` with all their parts, and the parts of these, each once."""
         found: dict[str, None] = {}
         waiting = list(reversed(names))
@@ -44,8 +44,8 @@ def inverses_as_parts(graph: TrainingGraph) -> TrainingGraph | None:
     return replace(
         graph,
         tensors=tuple(replace(t, bytes=rest[t.name]) for t in graph.tensors),
-        outputs=opened(graph.outputs),
-        ops=tuple(replace(op, reads=opened(op.reads)) for op in graph.ops),
+        outputs=with_parts(graph.outputs),
+        ops=tuple(replace(op, reads=with_parts(op.reads)) for op in graph.ops),
         inverses=(),
     )
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rematplan.planner.bounds.max_flow import least_cut
-from rematplan.planner.least.demands import Demands, Ints
+from rematplan.planner.core.array_types import Ints
+from rematplan.planner.least.demands import Demands
 
 NEARLY = 0.98
 """Thresholds h that differ by less than this factor are not both tried."""

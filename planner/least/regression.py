@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rematplan.planner.caches.numba_kernels import inner, kernel
-from rematplan.planner.least.demands import NEVER, Flags, Ints, Tables, Words
+from rematplan.planner.core.array_types import Flags, Ints, Words
+from rematplan.planner.least.demands import NEVER, Tables
 
 MOST_CHILDREN = 1024
 """A search ends when there is room for fewer further states than this."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from rematplan.planner.caches.numba_kernels import inner, kernel
-from rematplan.planner.least.demands import Demands, Flags, Ints
+from rematplan.planner.core.array_types import Flags, Ints
+from rematplan.planner.least.demands import Demands
 
 NEVER = 2**60
 PASSES = 12

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rematplan.planner.core.array_types import Flags, Ints
 from rematplan.planner.core.effort import Effort
-from rematplan.planner.least.demands import NEVER, Demands, Flags, Ints
+from rematplan.planner.least.demands import NEVER, Demands
 from rematplan.planner.least.group_descent import descend_by_groups, work_of
 from rematplan.planner.least.regression import search
 
