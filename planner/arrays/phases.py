@@ -110,9 +110,8 @@ def _last_forward_op(ix: Indexed) -> int:
 
 
 def _read_order(ix: Indexed, last_forward: int) -> float:
-    """Return the rank correlation of when tensors live after op ``last_forward`` were written and are read
-    next; 0 for fewer than `FEWEST`.
-    """
+    """Return the rank correlation of two orders of the tensors live after op ``last_forward``: in which they were
+    written, and in which they are read next. 0 for fewer than `FEWEST` tensors."""
     across = [
         (p, next(r for r in reads if r > last_forward))
         for p, reads in zip(ix.producer, ix.readers, strict=True)

@@ -306,7 +306,8 @@ def score(T: EvictionArrays, P: Policy, S: EvictionState, tensor: int, now: int)
 
 @inner
 def cost_again(T: EvictionArrays, S: EvictionState, tensor: int) -> float:
-    """Return the estimated cost of recomputing a tensor, with at most `ANCESTORS` missing ancestors."""
+    """Return the estimated cost of recomputing a tensor: of the op that writes it and of those of its missing
+    ancestors, at most `ANCESTORS` tensors together."""
     S.tally[STAMP] += 1
     stamp, waiting, number, total = S.tally[STAMP], 1, 1, 0.0
     S.waiting[0], S.seen[tensor] = tensor, stamp

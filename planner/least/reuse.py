@@ -83,8 +83,8 @@ def replay(
     runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Ints, size: Ints, workspace: Ints,
     output: Flags, budget: int,
 ) -> Flags:  # fmt: skip
-    """Return which runs of a sequence, all of them useful, are still needed if results stay resident, as far as
-    ``budget`` bytes allow, until a later run would compute them again."""
+    """Return which of ``runs``, all of which must be useful, are still needed if results stay resident until a later
+    run would compute them again, as far as ``budget`` bytes allow."""
     tensors = size.size
     read_at, read = places(runs, reads_at, reads, tensors)
     write_at, written = places(runs, writes_at, writes, tensors)

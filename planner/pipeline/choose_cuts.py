@@ -354,9 +354,8 @@ class PipelineSearch:
         )
 
     def _input_bytes(self, start: int, end: int) -> tuple[int, int, int]:
-        """Return the bytes of the inputs that a stage reads: shared by all micro-batches, trained parameters
-        among those, and per micro-batch.
-        """
+        """Return three sums of bytes of a stage's inputs: of those that all micro-batches share, of the trained
+        parameters among these, and of those of one micro-batch."""
         if (start, end) not in self._inputs:
             inputs = self.chain.inputs_of(start, end)
             names = {self.chain.graph.tensors[t].name: t for t in inputs}

@@ -15,7 +15,7 @@ from rematplan.planner.pipeline.actions import Kind
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What a stage holds after an action for later ones. Messages are not included, except in ``kept``."""
+    """The bytes that a stage holds after an action for later ones. Messages are not included, except in ``kept``."""
 
     kept: int = 0
     """K: kept from F to B or I."""
@@ -106,7 +106,7 @@ class MessageBytes:
 
 @dataclass(frozen=True)
 class StandingBytes:
-    """What a stage holds in addition to its micro-batches in flight."""
+    """The bytes that a stage holds in addition to its micro-batches in flight."""
 
     states: int = 0
     """Parameters, buffers, optimizer states and whatever else exists during the whole step, except

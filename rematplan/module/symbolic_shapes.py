@@ -181,9 +181,9 @@ class OpenShapes:
         opened: Callable[[Dimensions | None], OpenForward],
         fixed: Callable[[], Found],
     ) -> Found | None:
-        """Make a capture with symbolic sizes, and return this batch's step; None, or a separate capture's, if it fails.
-        The calls of the capture must equal those of known shapes, or of a separate capture. If not, fewer sizes get
-        symbols, or none any more."""
+        """Make a capture with symbolic sizes, and return this batch's step; if that fails, a separate capture's step if
+        one was made, else None. The calls of the capture must equal those of known shapes, or of a separate capture. If
+        not, fewer sizes get symbols, or none any more."""
         own, differing = None, self._differing(batch)
         try:
             forward = opened(differing if self.limited else None)
