@@ -101,6 +101,11 @@ def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> 
     spared = {k for t, k in number.items() if t in silent}
     smallest = max(smallest, _threshold([n for t, n in enumerate(sizes) if t not in outputs], tiny * largest))
     out = {t for t, n in enumerate(sizes) if n <= smallest and t not in spared}
+    # Of what an op writes that may run only once, all is left out or nothing: the loss writes a tensor of no bytes
+    # that each gradient reads, so that the gradients come after it.
+    for op, row in zip(ops, writes, strict=True):
+        if op.name in once and not out.issuperset(row):
+            out.difference_update(row)
     kept_once = [op.name in once and not out.issuperset(row) for op, row in zip(ops, writes, strict=True)]
     large = tuple(t not in out for t in range(len(sizes)))
     kept = np.array([n if large[t] else 0 for t, n in enumerate(sizes)], dtype=np.int64)

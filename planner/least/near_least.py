@@ -18,9 +18,10 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound, record_peak_boun
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.least.demands import NEVER, Demands, demands_of
-from rematplan.planner.least.group_descent import descend_by_groups
+from rematplan.planner.least.group_descent import descend_by_groups, work_of
 from rematplan.planner.least.inverses_as_parts import inverses_as_parts
 from rematplan.planner.least.last_heavy_run import LastHeavyRun, heaviest_targets
+from rematplan.planner.least.regression import search
 from rematplan.planner.least.reuse import shortened
 from rematplan.planner.least.unfold import TooLong, Unfolding
 from rematplan.planner.least.values import Values
@@ -43,6 +44,11 @@ class NearLeastOptions:
     tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
     coarse_states: int = 2000
     """The states to expand in each of these searches."""
+    exact: int = 30_000_000
+    """Divided by the square of the number of tensors: the states to expand in one search from the outputs over all
+    tensors, which ends in small problems. Then the least peak is proven."""
+    fewest: int = 300
+    """With fewer states, this search is left out: it would end in no plan and prove little."""
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)
@@ -75,13 +81,18 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
         return None
     values = Values(demands, effort)
     values.run(*NEAR_LEAST.first)
-    proven = max(_proven(plain, demands, values, effort), min_peak_bound(plain).bytes)
-    record_peak_bound(plain, proven)
+    exact = _least_of_all(graph, plain, known, effort)
+    proven = min_peak_bound(plain).bytes
+    if exact is None:
+        proven = max(_proven(plain, demands, values, effort), proven)
+        record_peak_bound(plain, proven)
     relaxed = inverses_as_parts(graph)
     if relaxed is not None:
         own = Values(demands_of(relaxed), effort)
         own.run(*NEAR_LEAST.first)
         record_peak_bound(graph, _proven(relaxed, own.demands, own, effort))
+    if exact is not None:
+        return exact
     _improve(values, proven - demands.inputs)
     if effort.left < NEAR_LEAST.worth * effort.done:
         return None
@@ -97,6 +108,32 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
         if plan is not None and plan.peak < known:
             return plan
     return None
+
+
+def _least_of_all(graph: TrainingGraph, plain: TrainingGraph, known: int, effort: Effort) -> Plan | None:
+    """Return a plan with the least peak of all plans without inverses if one search over all tensors proves it, and
+    record what it proves. None if the problem is too large, or the peak is not below ``known`` bytes. ``plain``: the
+    problem without inverses."""
+    demands = demands_of(plain, 0.0)
+    states = NEAR_LEAST.exact // len(demands.sizes) ** 2
+    if states < NEAR_LEAST.fewest:
+        return None
+    values = Values(demands, effort)
+    values.run(*NEAR_LEAST.first)
+    outputs = np.array(demands.large_of(demands.outputs), np.int64)
+    low = LastHeavyRun(demands).bound(demands.outputs, int(values.floor.max(initial=0)), NEAR_LEAST.flows[0])
+    level, proven, looked, actions, _ = search(
+        demands.tables, outputs, values.free, low, -1, states, False, -1
+    )
+    effort.charge(moves=work_of(int(looked)))
+    record_peak_bound(plain, demands.inputs + int(proven))
+    if proven < level or demands.inputs + level >= known:
+        return None
+    try:
+        runs = Unfolding(values, int(level), NEAR_LEAST.longest).run(actions.tolist())
+    except TooLong:
+        return None
+    return _tidied(graph, plain, demands, shortened(demands, runs, int(level)), effort)
 
 
 def _proven(graph: TrainingGraph, demands: Demands, values: Values, effort: Effort) -> int:

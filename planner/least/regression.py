@@ -88,10 +88,11 @@ def regress_op(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> int:
 
 @inner
 def is_closed(T: Tables, op: int, demanded: Ints, n: int, marks: Ints) -> bool:
-    """Return whether no demanded tensor of another op is computed from a demanded one that ``op`` writes."""
+    """Return whether no demanded tensor of another op is computed from a demanded one that ``op`` writes; if ``op`` may
+    run only once, from any one that it writes."""
     for k in range(T.writes_at[op], T.writes_at[op + 1]):
         t = T.writes[k]
-        if marks[t]:
+        if marks[t] or T.once[op]:
             for j in range(n):
                 x = demanded[j]
                 if T.maker[x] != op and (T.ancestors[x, t >> 6] >> np.uint64(t & 63)) & np.uint64(1):
@@ -207,21 +208,47 @@ def pop(heap: Ints, length: int, keys: Ints) -> tuple[int, int]:
 
 
 @inner
-def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
-    """Record the set of the first ``n`` tensors of ``demanded`` in the hash table ``seen``, with its level. Return
-    whether it was not reached at this or a lower level before."""
+def name_of(T: Tables, demanded: Ints, n: int) -> np.uint64:
+    """Return the number that identifies a set of tensors in `slot_of`."""
     name = np.uint64(0)
     for i in range(n):
         name ^= T.hashes[demanded[i]]
+    return name
+
+
+@inner
+def slot_of(name: np.uint64, seen: Words) -> np.uint64:
+    """Return the place of a set of tensors in a hash table. It holds 0 if the set is not there."""
     name |= np.uint64(1)
     mask = np.uint64(seen.size - 1)
     slot = name & mask
     while seen[slot] != 0 and seen[slot] != name:
         slot = (slot + np.uint64(1)) & mask
-    known = seen[slot] == name and levels[slot] <= level
+    return slot
+
+
+@inner
+def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
+    """Record the set of the first ``n`` tensors of ``demanded`` in the hash table ``seen``, with its level. Return
+    whether it was not reached at this or a lower level before."""
+    name = name_of(T, demanded, n)
+    slot = slot_of(name, seen)
+    known = seen[slot] != 0 and levels[slot] <= level
     if not known:
-        seen[slot], levels[slot] = name, level
+        seen[slot], levels[slot] = name | np.uint64(1), level
     return not known
+
+
+@inner
+def is_dominated(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
+    """Return whether the set without one of its tensors was reached at this or a lower level: what computes the whole
+    set computes that one, too."""
+    name = name_of(T, demanded, n)
+    for i in range(n):
+        slot = slot_of(name ^ T.hashes[demanded[i]], seen)
+        if seen[slot] != 0 and levels[slot] <= level:
+            return True
+    return False
 
 
 @kernel
@@ -339,7 +366,9 @@ def search(
                 before = made
                 looked += n
                 n, size, made = settle(T, demanded, n, size, level, marks, frozen, steps, made)
+                looked += n
                 fits = made == before or n == 0 or is_new(T, demanded, n, level, seen, levels)
+                fits = fits and not is_dominated(T, demanded, n, level, seen, levels)
             else:
                 fits = False
             for i in range(n):

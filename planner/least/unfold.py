@@ -126,6 +126,13 @@ class Unfolding:
                 ):
                     self._regress(u, frame)
 
+    def _last_riders(self, v: int) -> list[int]:
+        """Return the riders of what op ``v`` writes that must run before ``v`` is regressed: of tensors that cannot be
+        computed from nothing later."""
+        lasting = [t for t in self.writes[v] if t in self.frame_of and t in self.demands.after_once]
+        riders = dict.fromkeys(u for t in lasting for u in self.riders.get(t, ()))
+        return [u for u in riders if not self.small.isdisjoint(self.small_writes[u])]
+
     def _eliminate(self, t: int) -> None:
         """Compute a tensor from nothing just before, and note what that cost."""
         before, v, frame = self.cost, self.maker[t], set[int]()
@@ -162,6 +169,9 @@ class Unfolding:
             if v < 0:
                 extras |= {-1 - v} & self.frame_of.keys()
             elif any(t in self.frame_of and t not in extras for t in self.writes[v]):
+                for u in self._last_riders(v):
+                    extras.update(t for t in self.reads[u] if t not in self.frame_of)
+                    self._regress(u, frame)
                 while extras and not self._keeps(extras, v):
                     t = self._cheapest(extras, uses, i)
                     extras.discard(t)

@@ -65,9 +65,11 @@ Recipe = tuple[Iterable[Any], Iterable[Any], int]
 """What an op reads and writes, and its workspace."""
 
 
-def least_peak(goal: Iterable[Any], recipes: Sequence[Recipe], sizes: Any) -> int:
-    """The least peak of all sequences of runs and frees after which ``goal`` is resident."""
+def least_peak(goal: Iterable[Any], recipes: Sequence[Recipe], sizes: Any, once: Sequence[int] = ()) -> int:
+    """The least peak of all sequences of runs and frees after which ``goal`` is resident. ``once``: the recipes, by
+    position, that run at most once."""
     wanted, best = frozenset(goal), {frozenset[Any](): 0}
+    ran = {i: f"ran {i}" for i in once}
     queue: list[tuple[int, tuple[Any, ...]]] = [(0, ())]
     while queue:
         peak, state = heapq.heappop(queue)
@@ -76,11 +78,12 @@ def least_peak(goal: Iterable[Any], recipes: Sequence[Recipe], sizes: Any) -> in
             continue
         if wanted <= resident:
             return peak
-        reached = [(peak, resident - {t}) for t in resident]
-        for reads, writes, workspace in recipes:
-            if resident.issuperset(reads):
-                after = resident.union(writes)
-                reached.append((max(peak, sum(sizes[t] for t in after) + workspace), after))
+        reached = [(peak, resident - {t}) for t in resident if t not in ran.values()]
+        for i, (reads, writes, workspace) in enumerate(recipes):
+            if resident.issuperset(reads) and ran.get(i) not in resident:
+                after = resident.union(writes, [ran[i]] if i in ran else [])
+                held = sum(sizes[t] for t in after.difference(ran.values()))
+                reached.append((max(peak, held + workspace), after))
         for level, after in reached:
             if level < best.get(after, UNLIMITED):
                 best[after] = level
@@ -111,6 +114,37 @@ def test_values_and_bounds_enclose_the_least_peak_of_all_schedules(seed: int) ->
     assert bound == level == least
     assert heavy.bound(demands.outputs, 0, 1000) <= least
     assert descend_by_groups(demands.tables, demands.outputs, 0, 300, effort).level >= least
+
+
+def with_a_loss(graph: TrainingGraph, rng: random.Random) -> TrainingGraph:
+    """The problem with an op that runs only once, reads a tensor, and writes a tensor of no bytes, which some later ops
+    read, and an output."""
+    at = rng.randrange(1, len(graph.ops))
+    loss = Op("loss", graph.ops[at - 1].writes[:1], ("run", "value"), 1.0, phase=graph.ops[0].phase)
+    later = [replace(op, reads=("run", *op.reads)) if rng.random() < 0.6 else op for op in graph.ops[at:]]
+    return replace(
+        graph,
+        tensors=(*graph.tensors, Tensor("run", 0), Tensor("value", rng.choice((0, 1, 3)))),
+        outputs=(*graph.outputs, "value"),
+        ops=(*graph.ops[:at], loss, *later),
+        never_rerun=("loss",),
+    )
+
+
+def test_least_peaks_of_small_problems_are_proven_though_an_op_runs_only_once() -> None:
+    searched = 0
+    for seed in range(120):
+        graph = with_a_loss(random_problem(rng := random.Random(seed), 5), rng)
+        if len(graph.tensors) > 9:
+            continue
+        recipes = [(op.reads, op.writes, op.workspace) for op in graph.ops]
+        once = [i for i, op in enumerate(graph.ops) if op.name == "loss"]
+        least = least_peak(graph.outputs, recipes, graph.size, once)
+        plan = plan_near_least(graph, UNLIMITED, Effort(moves=UNLIMITED))
+        assert plan is not None
+        assert plan.peak == min_peak_bound(graph).bytes == least
+        searched += 1
+    assert searched > 60
 
 
 def least_with_inverses(graph: TrainingGraph) -> int:
