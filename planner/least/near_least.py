@@ -18,7 +18,7 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound, record_peak_boun
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.least.demands import NEVER, Demands, demands_of
-from rematplan.planner.least.group_descent import descend_by_groups, work_of
+from rematplan.planner.least.group_descent import TENSORS_PER_MOVE, descend_by_groups, work_of
 from rematplan.planner.least.inverses_as_parts import inverses_as_parts
 from rematplan.planner.least.last_heavy_run import LastHeavyRun, heaviest_targets
 from rematplan.planner.least.regression import search
@@ -44,11 +44,9 @@ class NearLeastOptions:
     tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
     coarse_states: int = 2000
     """The states to expand in each of these searches."""
-    exact: int = 30_000_000
-    """Divided by the square of the number of tensors: the states to expand in one search from the outputs over all
-    tensors, which ends in small problems. Then the least peak is proven."""
-    fewest: int = 300
-    """With fewer states, this search is left out: it would end in no plan and prove little."""
+    exact: tuple[int, float, int] = (128, 0.5, 10)
+    """Problems of at most so many tensors are first searched from the outputs over all tensors, for this share of the
+    effort: the least peak is proven if that search ends. A state looks at some 10 times all tensors."""
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)
@@ -115,9 +113,10 @@ def _least_of_all(graph: TrainingGraph, plain: TrainingGraph, known: int, effort
     record what it proves. None if the problem is too large, or the peak is not below ``known`` bytes. ``plain``: the
     problem without inverses."""
     demands = demands_of(plain, 0.0)
-    states = NEAR_LEAST.exact // len(demands.sizes) ** 2
-    if states < NEAR_LEAST.fewest:
+    tensors, share, looks = NEAR_LEAST.exact
+    if len(demands.sizes) > tensors:
         return None
+    states = int(share * effort.left * TENSORS_PER_MOVE) // (looks * len(demands.sizes))
     values = Values(demands, effort)
     values.run(*NEAR_LEAST.first)
     outputs = np.array(demands.large_of(demands.outputs), np.int64)
