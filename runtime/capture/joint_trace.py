@@ -75,6 +75,11 @@ _TOO_LARGE = (
     "its capture makes a tensor of real memory, to see which strides its kernels give it, and this machine has not so "
     "much; state smaller sizes"
 )
+_BACKWARD_IN_BACKWARD = (
+    "a backward of it calls backward(), which adds to .grad by itself; let it return the gradients "
+    "(torch.autograd.grad)"
+)
+_MEMORY = "it frees or changes the memory of a tensor (storage().resize_), which a plan does by itself"
 IN_OTHER_WORDS = {
     "Unexpected fake buffer": _LEFT_BEHIND,
     "in tensor_tracker": _LEFT_BEHIND,
@@ -83,6 +88,8 @@ IN_OTHER_WORDS = {
     "Cannot access data pointer": _BY_ADDRESS,
     "shape_env must not be None": _VARYING,
     "can't allocate memory": _TOO_LARGE,
+    "backprop through mirrored meta": _BACKWARD_IN_BACKWARD,
+    "resize_() on an invalid python storage": _MEMORY,
 }
 """The meaning of the tracer's errors. The keys are parts of the errors' texts."""
 
