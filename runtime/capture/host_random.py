@@ -18,7 +18,7 @@ from rematplan.runtime.graph.generator_states import set_state_of, state_of
 from rematplan.runtime.graph.host_generators import seeding_functions
 
 SEEDING = seeding_functions()
-_SEEDS = "the forward seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
+_SEEDS = "the model seeds the random numbers, or asks for their seed, which a fixed graph cannot repeat"
 _OF_SEEDS = frozenset({name for _, name in SEEDING} | {"set_state", "set_offset", "graphsafe_set_state"})
 """Methods of a generator that seed it, set its state, or return its seed."""
 

@@ -225,6 +225,7 @@ def _traced(request: TraceRequest) -> Traced:
 
         with untied.replaced:
             joint = _deciding(trace, untied, decisions)
+            untied.check_backward()
         if symbols:
             check_no_sizes_kept(request.root)
     table = symbols.table() if symbols else None

@@ -128,16 +128,20 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
-    """Restore all parameters' ``.grad`` after the block. In the block they begin as None or, if ``copied``, as
-    copies."""
-    before = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, gradient in before:
+    """Restore all parameters' ``.grad`` and hooks after the block. In the block gradients begin as None or, if
+    ``copied``, as copies."""
+    before = [(p, p.grad, p._backward_hooks and dict(p._backward_hooks)) for p in module.parameters()]
+    for parameter, gradient, _ in before:
         parameter.grad = gradient.clone() if copied and gradient is not None else None
     try:
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient, hooks in before:
             parameter.grad = gradient
+            if hooks:
+                refill(parameter._backward_hooks, hooks)
+            elif parameter._backward_hooks:
+                parameter._backward_hooks = None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -35,6 +36,7 @@ class UntiedModule(nn.Module):
         self.assertions = SpeculatedAssertions()
         self.finite: FiniteTests | None = None
         self.replaced = ExitStack()  # closing it gives the inner module its own tensors back
+        self.left: dict[str, torch.Tensor] = {}  # the inner module's tensors after its forward
         self.outputs = 0  # the number of the module's outputs; further results are checks
         self.names: dict[str, str] = {}
         short: dict[int, str] = {}
@@ -63,24 +65,44 @@ class UntiedModule(nn.Module):
         self.assertions.begin()
         if self.finite:
             self.finite.begin()
+        # A backward that calls the module again (an ODE's adjoint) must find the same tensors in it.
+        self.replaced.close()
+        for kept in (replaced(inner, state), no_seeding(), written_data([*leaves, *self.buffers()])):
+            self.replaced.enter_context(kept)
         with (
             Checks(self.assertions, self.finite) as checks,
-            no_seeding(),
             casting_once(leaves, self.casts_once),
             MarkedIndexing() if self.open else nullcontext(),
             lists_of_tensors_stacked(),
-            written_data([*leaves, *self.buffers()]),
         ):
-            # A backward that calls the module again (an ODE's adjoint) must find the same tensors in it.
-            self.replaced.close()
-            self.replaced.enter_context(replaced(inner, state))
             results = inner(*batch)
-        left = slots(inner)
+        self.left = slots(inner)
         for slot, short in self.short_of.items():
-            _renew(slot, getattr(self, short), left.get(slot))
+            _renew(slot, getattr(self, short), self.left.get(slot))
+        _check_no_hooks({self.names[short]: getattr(self, short) for short in self._parameters})
         results = results if isinstance(results, tuple) else (results,)
         self.outputs = len(results)
         return *results, *checks.results
+
+    def check_backward(self) -> None:
+        """Raise `ModelError` if the backward has assigned other tensors to the inner module's buffers or parameters."""
+        now = slots(self.__dict__["inner"])
+        changed = [slot for slot, tensor in self.left.items() if now.get(slot) is not tensor]
+        if changed:
+            raise ModelError(
+                f"the backward changes {changed[0].removeprefix('model.')} (in a hook or an autograd.Function), which "
+                f"a planned one does not"
+            )
+
+
+def _check_no_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ModelError` if a forward has registered a hook on a parameter, which would stay there in eager mode."""
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks:
+            raise ModelError(
+                f"the forward registers a hook on {name.removeprefix('model.')}, which stays there; register it before "
+                f"the model is planned"
+            )
 
 
 def _renew(slot: str, buffer: torch.Tensor, assigned: torch.Tensor | None) -> None:

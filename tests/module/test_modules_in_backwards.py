@@ -103,13 +103,87 @@ class Freeing(nn.Module):
         return z
 
 
+class Seeding(Again):
+    """As `Again`, but its backward draws the same random numbers again."""
+
+    @staticmethod
+    def forward(context: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Any:
+        context.state = torch.get_rng_state()
+        return Again.forward(context, module, x, *parameters)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(context.state)
+            return Again.backward(context, *gradients)
+
+
+class Setting(Again):
+    """As `Again`, but its backward sets the gradients of parameters."""
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        _, x, *found = Again.backward(context, *gradients)
+        for parameter, gradient in zip(context.saved_tensors[1:], found, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return None, x, *(None for _ in found)
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
         (Net(function=Adding), "a backward of it calls backward()"),
         (Freeing(), "it frees or changes the memory"),
+        (Net(nn.Dropout(0.5), function=Seeding), "the model seeds the random numbers"),
+        (Net(function=Setting), "uses the gradient (.grad)"),
     ],
 )
-def test_what_reversible_networks_do_with_gradients_and_memory_is_refused(model: nn.Module, why: str) -> None:
+def test_what_reversible_networks_do_besides_computing_is_refused(model: nn.Module, why: str) -> None:
     with pytest.raises(ModelError, match=re.escape(why)):
         rematplan.plan_module(model, (torch.randn(4, 8),), budget="100%", costs="roofline")
+
+
+class Hooked(nn.Module):
+    """Registers a hook in its first forward: of a hidden tensor in each, or of a parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.done = kind, False
+        self.first, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        if self.kind == "a parameter" and not self.done:
+            self.first.weight.register_hook(lambda gradient: gradient / 2)
+            self.done = True
+        if self.kind == "a tensor":
+            h.register_hook(self.watch)
+        return self.last(h.tanh())
+
+    def watch(self, gradient: Tensor) -> None:
+        self.mean = 0.9 * self.mean + gradient.mean(0)
+
+
+UNPLANNED: dict[str, Callable[[], nn.Module]] = {
+    "a hook that assigns a buffer": lambda: Hooked("a tensor"),
+    "a hook that stays at a parameter": lambda: Hooked("a parameter"),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_what_hooks_change_is_as_in_eager_mode(name: str) -> None:
+    torch.manual_seed(0)
+    model = UNPLANNED[name]()
+    planned = rematplan.apply(copy.deepcopy(model), "200%", costs="roofline")
+    for seed in range(3):
+        for one in (model, planned):
+            torch.manual_seed(seed)
+            one.zero_grad()
+            one(torch.randn(16, 8)).square().mean().backward()
+        for (where, ours), theirs in zip(planned.named_parameters(), model.parameters(), strict=True):
+            assert theirs.grad is not None, where
+            assert ours.grad is not None, where
+            assert torch.equal(ours.grad, theirs.grad), where
+        for (where, ours), theirs in zip(planned.named_buffers(), model.buffers(), strict=True):
+            assert torch.equal(ours, theirs), where

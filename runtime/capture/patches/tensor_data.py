@@ -47,8 +47,8 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
     def refuse() -> None:
         raise ModelError(
-            "the forward uses the gradient (.grad) of a parameter or input, which a plan does not know; use it outside "
-            "of the forward"
+            "the forward, or its backward, uses the gradient (.grad) of a parameter or input, which a plan does not "
+            "know; use it outside of them"
         )
 
     def gradient(tensor: torch.Tensor) -> Any:
