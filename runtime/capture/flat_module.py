@@ -140,6 +140,8 @@ class FlatModel(nn.Module):
         self.attributes: frozenset[str] = frozenset()
         #: What the forward changes and a planned call does not: tensors that are not found, and `requires_grad`.
         self.lost: tuple[str, ...] = ()
+        #: The model's tensors before the last run of its forward.
+        self.tensors_of: ModuleTensors
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors. Return, each once, the tensors in its results and in the arguments that it
@@ -148,7 +150,7 @@ class FlatModel(nn.Module):
         planned step cannot return the tensors or make the changes."""
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        tensors_of = ModuleTensors(self.model)
+        self.tensors_of = tensors_of = ModuleTensors(self.model)
         constant = [(at, leaf) for at, leaf in enumerate(tensors) if not leaf.requires_grad]
         self._state.begin()
         results = self._called(args, kwargs)

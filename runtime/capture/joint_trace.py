@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.host_random import no_host_draws, no_seeding
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
@@ -221,11 +221,12 @@ def _traced(request: TraceRequest) -> Traced:
         batch = symbols.begin(mode, request.batch) if symbols else request.batch
 
         def trace() -> Any:
-            return aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+            with no_seeding(), untied.replaced:
+                traced = aot_export_joint_with_descriptors(stack, untied, tuple(batch))
+                untied.check_backward()
+            return traced
 
-        with untied.replaced:
-            joint = _deciding(trace, untied, decisions)
-            untied.check_backward()
+        joint = _deciding(trace, untied, decisions)
         if symbols:
             check_no_sizes_kept(request.root)
     table = symbols.table() if symbols else None

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from rematplan.ir import ModelError
+from rematplan.runtime.capture.flat_module import FlatModel
 from rematplan.runtime.capture.functional_call import replaced, slots
-from rematplan.runtime.capture.host_random import no_seeding
 from rematplan.runtime.capture.indexing import MarkedIndexing
 from rematplan.runtime.capture.patches.assertion_ops import Checks
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
@@ -67,8 +67,8 @@ class UntiedModule(nn.Module):
             self.finite.begin()
         # A backward that calls the module again (an ODE's adjoint) must find the same tensors in it.
         self.replaced.close()
-        for kept in (replaced(inner, state), no_seeding(), written_data([*leaves, *self.buffers()])):
-            self.replaced.enter_context(kept)
+        self.replaced.enter_context(replaced(inner, state))
+        self.replaced.enter_context(written_data([*leaves, *self.buffers()]))
         with (
             Checks(self.assertions, self.finite) as checks,
             casting_once(leaves, self.casts_once),
@@ -76,9 +76,12 @@ class UntiedModule(nn.Module):
             lists_of_tensors_stacked(),
         ):
             results = inner(*batch)
-        self.left = slots(inner)
+        left = slots(inner)
         for slot, short in self.short_of.items():
-            _renew(slot, getattr(self, short), self.left.get(slot))
+            _renew(slot, getattr(self, short), left.get(slot))
+        if isinstance(inner, FlatModel):
+            inner.tensors_of.redo()
+        self.left = slots(inner)
         _check_no_hooks({self.names[short]: getattr(self, short) for short in self._parameters})
         results = results if isinstance(results, tuple) else (results,)
         self.outputs = len(results)

@@ -21,6 +21,7 @@ class ModuleTensors:
         self.before = [
             (dict(m["_buffers"]), tuple(m["_parameters"]), dict(m["_modules"])) for m in self.modules
         ]
+        self.undone: list[tuple[dict[str, Any], str, Any]] = []
 
     def changes(self) -> list[tuple[Write, Any]]:
         """Return the buffers that the forward added or replaced, each with its tensor; `ModelError` for a new
@@ -46,12 +47,20 @@ class ModuleTensors:
 
     def restore(self) -> None:
         """Undo the changes of buffers that `changes` returns."""
+        self.undone = []
         for now, (buffers, _, _) in zip(self.modules, self.before, strict=True):
             for name, tensor in list(now["_buffers"].items()):
                 if name not in buffers:
                     del now["_buffers"][name]
                 elif _is_other(tensor, buffers[name]):
+                    self.undone.append((now["_buffers"], name, tensor))
                     now["_buffers"][name] = buffers[name]
+
+    def redo(self) -> None:
+        """Give the modules again the new tensors of the buffers that `restore` gave the old ones. A backward may read
+        them."""
+        for buffers, name, tensor in self.undone:
+            buffers[name] = tensor
 
 
 def _is_other(tensor: Any, before: Any) -> bool:

@@ -144,7 +144,8 @@ def test_what_reversible_networks_do_besides_computing_is_refused(model: nn.Modu
 
 
 class Hooked(nn.Module):
-    """Registers a hook in its first forward: of a hidden tensor in each, or of a parameter."""
+    """Registers a hook in its first forward, at a parameter, or in each, at a hidden tensor. That assigns or reads a
+    buffer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -157,24 +158,28 @@ class Hooked(nn.Module):
         if self.kind == "a parameter" and not self.done:
             self.first.weight.register_hook(lambda gradient: gradient / 2)
             self.done = True
-        if self.kind == "a tensor":
+        if self.kind == "assigns":
             h.register_hook(self.watch)
+        if self.kind == "reads":
+            self.mean = 0.9 * self.mean + h.detach().mean(0)
+            h.register_hook(lambda gradient: gradient * self.mean)
         return self.last(h.tanh())
 
     def watch(self, gradient: Tensor) -> None:
         self.mean = 0.9 * self.mean + gradient.mean(0)
 
 
-UNPLANNED: dict[str, Callable[[], nn.Module]] = {
-    "a hook that assigns a buffer": lambda: Hooked("a tensor"),
+HOOKED: dict[str, Callable[[], nn.Module]] = {
+    "a hook that assigns a buffer": lambda: Hooked("assigns"),
+    "a hook that reads a buffer which the forward assigned": lambda: Hooked("reads"),
     "a hook that stays at a parameter": lambda: Hooked("a parameter"),
 }
 
 
-@pytest.mark.parametrize("name", UNPLANNED)
+@pytest.mark.parametrize("name", HOOKED)
 def test_what_hooks_change_is_as_in_eager_mode(name: str) -> None:
     torch.manual_seed(0)
-    model = UNPLANNED[name]()
+    model = HOOKED[name]()
     planned = rematplan.apply(copy.deepcopy(model), "200%", costs="roofline")
     for seed in range(3):
         for one in (model, planned):
