@@ -296,8 +296,8 @@ class Search:
         set_price: Callable[[float], None],
     ) -> None:
         """Anneal the current sequence for up to ``length`` (seconds or moves), from the first temperature of ``heat``
-        to the second, and record better plans. ``mode``: as in `Annealer.cool`. ``set_price``: called often with the
-        share of the stage that is done."""
+        to the second, and record better plans. It ends early once `_satisfied` or ``effort`` is cut short. ``mode``: as
+        in `Annealer.cool`. ``set_price``: called often with the share of the stage that is done."""
         began = effort.spent()
         hot, cold = heat
         # Once the budget has ended, `spent` stays the same, and less than `length` if earlier stages took too long.

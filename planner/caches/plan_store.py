@@ -82,7 +82,8 @@ class PlanStore:
         seconds: float = 0.0,
     ) -> None:
         """Store a plan of a problem for a budget (bytes, ``min`` or ``least``), in place of an earlier one, and add it
-        to its family. ``lasting``: also on disk, as the plan of a search of so many ``seconds``."""
+        to its family. Beyond `IN_MEMORY` plans, those stored first are dropped. ``lasting``: also on disk, as the plan
+        of a search of so many ``seconds``."""
         key = _key(problem, budget)
         self._made.pop(key, None)
         self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)

@@ -24,7 +24,7 @@ class TensorPositions:
     moved: Ints
     """Of what each op, then each inverse, reads and writes."""
     counts: Ints
-    """The entries of ``moved`` of each op or inverse."""
+    """How many entries of ``moved`` each op, then each inverse, has."""
     ends: Ints
     """The index in ``moved`` after each op's or inverse's last entry."""
     ops: int

@@ -70,9 +70,9 @@ NEAR_LEAST = NearLeastOptions()
 
 
 def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | None:
-    """Return a plan with a peak near the least and below ``known`` bytes. None if none is found, the problem has more
-    than `NearLeastOptions.most_ops` ops, or too little effort is left. The proven bound is recorded for
-    `min_peak_bound`."""
+    """Return a plan without inverses, with a peak near the least and below ``known`` bytes. None if none is found, too
+    little effort is left, or the problem has no ops or more than `NearLeastOptions.most_ops`. For other numbers of ops,
+    the proven bound is recorded for `min_peak_bound`, even if no plan is found."""
     plain = without_inverses(graph)
     demands = demands_of(plain)
     if not 0 < len(demands.ops) <= NEAR_LEAST.most_ops:

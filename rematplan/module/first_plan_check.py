@@ -68,8 +68,8 @@ def _results(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _different(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str:
-    """Return the key of the first tensor that differs by more than ``tolerance``, relative and absolute, or has another
-    shape or type; empty if none does."""
+    """Return the key of the first tensor that differs by more than ``tolerance``, relative and absolute, has another
+    shape or type, or is in one mapping only; empty if there is none."""
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

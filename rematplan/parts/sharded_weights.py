@@ -75,8 +75,8 @@ def gathered_type(weight: Any) -> torch.dtype:
 
 
 def check_weights(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise `ModelError` if FSDP2 does not gather weights as parts need them. It must gather plain tensors, the model's
-    own ones now, and none apart inside of the stated parts ``names``."""
+    """Raise `ModelError` if FSDP2 does not gather weights as parts need them. It must gather plain tensors, must have
+    gathered the model's own weights now, and may gather none separately inside of ``names``, the stated parts."""
     kind = type(model).__name__
     for group in groups_of(model):
         for weight in group.fsdp_params:

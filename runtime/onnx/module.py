@@ -98,8 +98,8 @@ class OnnxModule(nn.Module):
         return {**{name: self._weight(name) for name in self.names}, **self.known}
 
     def _execute(self, program: Iterable[Instruction], values: dict[str, Value]) -> None:
-        """Execute nodes in order, and copy new running statistics of batch norms to their buffers. A trace records
-        each node's name."""
+        """Execute nodes in order on ``values``, which get all results and lose what no later node reads. Copy new
+        running statistics of batch norms to their buffers. A trace records each node's name."""
         for step in program:
             with annotate({ONNX_NODE: dotted(step.node.name)}):
                 results = self.advance(step, values)
