@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 
-STEPS = 6
+STEPS = 3
 SETTINGS = {"budget": "92%", "strategy": "approx_dp", "costs": "roofline"}
 
 
@@ -51,8 +51,8 @@ def whole(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
     """A network that is planned whole."""
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Residual(a, b) for a, b in ((3, 8), (8, 16), (16, 32))))
-    model = nn.Sequential(blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    blocks = nn.Sequential(*(Residual(a, b) for a, b in ((3, 8), (8, 16))))
+    model = nn.Sequential(blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     return (rematplan.plan_module(model, (x,), **SETTINGS) if planned else model), x
 
 
@@ -60,8 +60,8 @@ def units(planned: bool, seed: int) -> tuple[nn.Module, torch.Tensor]:
     """A network of which each unit is planned."""
     x = torch.randn(512, 32, generator=torch.Generator().manual_seed(seed))
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(3)), nn.Linear(32, 10))
-    for at in range(3) if planned else ():
+    model = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)), nn.Linear(32, 10))
+    for at in range(2) if planned else ():
         model[at] = rematplan.plan_module(model[at], (x.clone().requires_grad_(),), **SETTINGS)
     return model, x
 

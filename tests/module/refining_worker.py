@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rematplan
 from rematplan.plans import refining
 
-STEPS = 40
+STEPS = 20
 
 
 class Network(nn.Module):
@@ -27,8 +27,8 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.convolutions = nn.ModuleList(nn.Conv2d(3 if k == 0 else 8, 8, 3, padding=1) for k in range(5))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
+        self.convolutions = nn.ModuleList(nn.Conv2d(3 if k == 0 else 8, 8, 3, padding=1) for k in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
         self.last = nn.Linear(8, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Network(nn.Module):
     def __init__(self, drops: bool = False) -> None:
         super().__init__()
         self.drops = drops
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

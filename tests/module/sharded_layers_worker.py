@@ -61,7 +61,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS + 1)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def check(case: Case, rank: int) -> None:
     assert all(map(torch.equal, expected, found))
     assert communicated == calls  # recomputation gathers nothing
     plan = runner_of(planned).parts.last.plan
-    assert [len(group.names) for group in plan.parts] == [4]
+    assert [len(group.names) for group in plan.parts] == [3]
     assert all(part.made.plan.estimate.reruns for part in plan.parts.values())
     if case.measured:
         assert max(peaks) <= plan.peak <= plan.budget

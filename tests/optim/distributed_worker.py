@@ -27,7 +27,7 @@ from rematplan.optim.update import MOMENTUM
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.statistics.packing import packed_size
 
-STEPS = 10
+STEPS = 6
 BATCH = 24
 OPTIONS = {"inverse_every": 4, "early_steps": 3, "weight_decay": 0.01, "others": torch.optim.AdamW}
 

@@ -72,7 +72,7 @@ def planned(asked: dict[str, Any], percent: int) -> rematplan.Pipeline:
     return replace(whole, budget=budget, ranks=found)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+@settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
 @given(drawn=pipelines())
 def test_drawn_pipelines_have_the_bits_of_one_process_and_keep_to_their_promises(
     workers: Workers, drawn: tuple[dict[str, Any], int]

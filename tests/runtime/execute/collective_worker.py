@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rematplan
 
-STEPS = 20
+STEPS = 4
 BUDGETS = ("99%", "min")
 """Of each process."""
 

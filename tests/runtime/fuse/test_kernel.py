@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from threading import Thread
 
 import pytest
 import sympy
@@ -139,3 +140,16 @@ def test_a_number_of_only_one_is_infinitely_far(
     found: list[float], exact: list[float], distance: float
 ) -> None:
     assert kernel._distance(torch.tensor(found), torch.tensor(exact, dtype=torch.float64)) == distance
+
+
+def test_compilations_of_other_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(compat.AsyncCompile, "wait", lambda self, scope: waited.append(scope))
+    with inductor._without_waiting() as waits:
+        compat.AsyncCompile.wait("compilers", "here")
+        other = Thread(target=compat.AsyncCompile.wait, args=("compilers", "there"))
+        other.start()
+        other.join()
+    assert (waited, len(waits)) == (["there"], 1)
+    waits[0]()
+    assert waited == ["there", "here"]
