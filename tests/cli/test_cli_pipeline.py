@@ -306,8 +306,8 @@ def test_malformed_links_are_refused(text) -> None:
 
 def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
     sizes = (
-        *("--dim", f"depth={4}", "--dim", f"width={32}", "--dim", f"image={64}"),
-        *("--dim", f"classes={10}", "--dim", f"batch={2}", "--costs", "roofline"),
+        *("--dim", "depth=2", "--dim", "width=16", "--dim", "image=32"),
+        *("--dim", "classes=10", "--dim", "batch=2", "--costs", "roofline"),
     )
     more = (
         "--microbatches",

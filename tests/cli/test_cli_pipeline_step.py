@@ -12,7 +12,7 @@ from rematplan.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = (
-    *("vit_s", "--dim", "depth=3", "--dim", "width=16", "--dim", "image=32", "--dim", "classes=5"),
+    *("vit_s", "--dim", "depth=2", "--dim", "width=16", "--dim", "image=32", "--dim", "classes=5"),
     *("--dim", "batch=2"),
 )
 

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -52,8 +53,13 @@ PASSING = "outside of its planned forward: that part of the step has no plan"
 NOT_RUN = "a backward gave gradients to parameters of Net, whose planned forward has not run"
 
 
-def net() -> nn.Module:
+@cache
+def net_once() -> nn.Module:
     return rematplan.plan_module(Net(), (X,), **SETTINGS)
+
+
+def net() -> nn.Module:
+    return copy.deepcopy(net_once())  # with its plan
 
 
 @pytest.mark.parametrize("name", ["encode", "before", "after"])

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,8 +30,16 @@ def rows(n: int) -> Tensor:
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(n))
 
 
+@cache
+def planned_once(n: int, budget: str, **more: str) -> nn.Module:
+    return rematplan.plan_module(network(), (rows(n),), budget=budget, **QUICK, **more)
+
+
 def planned_for(n: int, budget: str = "60%", model: nn.Module | None = None, **more: str) -> nn.Module:
-    return rematplan.plan_module(model or network(), (rows(n),), budget=budget, **QUICK, **more)
+    """A model, planned; or a copy of the planned network, with its plan."""
+    if model is None:
+        return copy.deepcopy(planned_once(n, budget, **more))
+    return rematplan.plan_module(model, (rows(n),), budget=budget, **QUICK, **more)
 
 
 def test_the_last_batch_of_an_epoch_has_the_bytes_of_the_first() -> None:
@@ -79,7 +88,7 @@ def in_float64(model: nn.Module) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("change", [in_bfloat16, frozen, in_float64])
 def test_a_percentage_is_of_the_step_that_trains_first(change: Callable[[nn.Module], Any]) -> None:
-    planned, asked = planned_for(1024), network()
+    planned, asked = planned_for(1024, model=network()), network()
     before = planned.plan.budget
     dtype = torch.float64 if change is in_float64 else torch.float32
     x = rows(1024).to(dtype)

@@ -1,6 +1,7 @@
 """Laws of the drop-in: what a loop sees of a planned module is what it sees of the model, bit by bit."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,7 @@ def images(n: int = 4) -> Tensor:
     return torch.randn(n, 3, 12, 12, generator=torch.Generator().manual_seed(n))
 
 
-def planned_and_plain(**options: Any) -> tuple[nn.Module, nn.Module]:
+def planned_anew(**options: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
@@ -57,8 +58,16 @@ def planned_and_plain(**options: Any) -> tuple[nn.Module, nn.Module]:
     return rematplan.plan_module(model, (images(),), **options), plain
 
 
+planned_once = functools.cache(planned_anew)
+
+
+def planned_and_plain(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """Copies of one planned module, with its plan, and of the model."""
+    return planned_anew(**options) if options else copy.deepcopy(planned_once())
+
+
 def test_it_is_the_model_to_look_at() -> None:
-    planned, plain = planned_and_plain()
+    planned, plain = planned_anew()
     assert isinstance(planned, Net)
     assert same(planned, plain)
     assert [n for n, _ in planned.named_parameters()] == [n for n, _ in plain.named_parameters()]
@@ -261,7 +270,7 @@ def test_what_cannot_be_is_said() -> None:
         planned_and_plain(budget="lots")
     with pytest.raises(UsageError, match="unknown costs"):
         planned_and_plain(costs="profiled")
-    planned, _ = planned_and_plain(dynamic_shapes=False)
+    planned, _ = planned_anew(dynamic_shapes=False)
     with pytest.raises(ModelError, match="dynamic_shapes=False"):
         planned(images(2))
     loss = loss_of(planned(images()))

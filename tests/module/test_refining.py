@@ -38,7 +38,7 @@ X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 class Network(nn.Module):
     """Linear layers with dropout and batch norm, so that random numbers and buffers take part."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
@@ -156,7 +156,7 @@ def test_60_steps_with_plans_found_at_any_time_give_the_bits_of_eager_mode(elsew
 
 def test_two_modules_in_two_threads_exchange_plans_that_a_third_thread_finds(elsewhere: Elsewhere) -> None:
     """Plans arrive at any time, also amid a step. Nothing is random, because threads share a generator."""
-    models, plains = ([Certain(depth) for depth in (6, 8)] for _ in range(2))
+    models, plains = ([Certain(depth) for depth in (4, 5)] for _ in range(2))
     modules = [planned(m) for m in models]
     plans = [
         [p for p in ApproxDP().curve(problem, ()) if p.estimate.peak <= budget]

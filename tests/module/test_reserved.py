@@ -83,7 +83,7 @@ def peaks(model: nn.Module, optimizer: optim.Optimizer, rows: int, backwards: in
 )
 def test_whole_iterations_keep_the_budget_and_use_it(name: str, accumulate: bool, rows: int) -> None:
     for budget in ("100%", "80%") if rows > 8 else ("100%", "min"):
-        model = network(depth=8)
+        model = network(depth=8 if rows > 8 else 4)
         optimizer = MAKERS[name](list(model.parameters()))
         planned = planned_within(budget, model, rows, [optimizer, *["gradients"] * accumulate])
         most = max(peaks(planned, optimizer, rows, 1 + accumulate))

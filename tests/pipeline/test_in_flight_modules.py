@@ -92,17 +92,14 @@ def test_all_that_is_in_flight_fits_and_gradients_are_equal(in_flight: int, defe
         **ASKED,
     )
     actions = with_in_flight(in_flight, deferred)
-    states = sum(p.nbytes for p in planned.parameters())
     peak, found = peak_above_entry(lambda: run(planned, actions), torch.device("cpu"))
-    plain_actions = tuple(a for a in with_in_flight(in_flight, None))
-    expected = run(plain, plain_actions)
+    expected = run(plain, with_in_flight(in_flight, None))
     assert all(torch.equal(found[m], expected[m]) for m in expected if m in found)
     kept = rematplan.plan_stage(
         model(), (example(),), budget="100%", in_flight=in_flight, deferred=deferred, **ASKED
     )
-    own = states + peak
     whole, _ = peak_above_entry(lambda: run(kept, actions), torch.device("cpu"))
-    assert own <= states + whole
+    assert peak <= whole
     assert (planned.plan.estimate.reruns > 0) == (deferred is None)
     assert all(p.grad is not None for p in planned.parameters())
 
@@ -165,7 +162,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(("in_flight", "deferred"), [(3, None), (2, 0), (3, 2)])
 def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*(Gated() for _ in range(4)))
+    plain = nn.Sequential(*(Gated() for _ in range(2)))
     asked = ASKED | {
         "in_flight": in_flight,
         "deferred": deferred,
