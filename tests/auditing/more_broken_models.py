@@ -9,6 +9,7 @@ import torch
 from broken_models import WIDTH, Block, Checkpointed, Pair, batch
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
+from torch.utils.checkpoint import checkpoint
 
 
 class Again(torch.autograd.Function):
@@ -294,3 +295,106 @@ def swapped(gradients: bool) -> Pair:
             return torch.cat(Swapped.apply(a, b, self.f, self.g, gradients), dim=1)
 
     return Reversible(), (batch(),)
+
+
+class Halved(torch.autograd.Function):
+    """A scale that passes no gradient to its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = x * scale.detach()
+        return torch.autograd.grad(y, x, gradients)[0], None
+
+
+def argument_without_gradient() -> Pair:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Halved.apply(self.stem(x), self.scale)
+
+    return Scale(), (batch(),)
+
+
+def spectral_norm() -> Pair:
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return Checkpointed(Block(normed), use_reentrant=True), (batch(),)
+
+
+def optimizer_in_the_backward() -> Pair:
+    model = Checkpointed(Block(), Block(), use_reentrant=True)
+    model.blocks[1].last.weight = model.blocks[0].last.weight
+
+    def update(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    return model, (batch(),)
+
+
+def wrong_inverse() -> Pair:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, f: nn.Module) -> torch.Tensor:
+            ctx.f = f
+            with torch.no_grad():
+                y = x + 0.5 * f(x)
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            (y,) = ctx.saved_tensors
+            with torch.no_grad():
+                x = y
+                for _ in range(2):  # of a fixed-point iteration
+                    x = y - 0.5 * ctx.f(x)
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                out = x + 0.5 * ctx.f(x)
+            torch.autograd.backward(out, gradients)
+            return x.grad, None
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.f = nn.Linear(WIDTH, WIDTH), Block(nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return Wrong.apply(self.stem(x), self.f)
+
+    return Residual(), (batch(),)
+
+
+class Later(nn.Module):
+    """Its second step is wrong; or it refuses to run a second time in a backward."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.block, self.steps, self.raises = Block(nn.Dropout(0.5)), 0, raises
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.steps += 1
+        return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.steps < 2)
+
+    def inner(self, x: torch.Tensor) -> Any:
+        if self.raises and self.steps == 2 and torch._C._current_graph_task_id() != -1:
+            raise ValueError("not again")
+        return self.block(x)
+
+
+def second_step(raises: bool) -> Pair:
+    return Later(raises), (batch(),)

@@ -153,29 +153,29 @@ TABLE = {
         Expected("reads another number", "blocks.1.middle", "mul", "gradient stem.weight"),
     ),
     "missing argument": (
-        broken.argument_without_gradient,
+        more.argument_without_gradient,
         Expected("the backward of Halved is not", "", "", "gradient scale"),
     ),
     "spectral norm": (
-        broken.spectral_norm,
+        more.spectral_norm,
         Expected(
             "a buffer is changed", "blocks.0.middle.parametrizations.weight.0", "", "buffer blocks.0.middle"
         ),
     ),
     "optimizer in the backward": (
-        broken.optimizer_in_the_backward,
+        more.optimizer_in_the_backward,
         Expected("reads another tensor", "blocks.0.last", "addmm", "parameter stem.weight"),
     ),
     "wrong inverse": (
-        broken.wrong_inverse,
+        more.wrong_inverse,
         Expected("reads another tensor", "f.first", "addmm", "gradient f.first.weight"),
     ),
     "second step": (
-        partial(broken.second_step, False),
+        partial(more.second_step, False),
         Expected(DRAWN, "block.middle", "bernoulli_", "gradient block.first.weight"),
     ),
     "error in the second step": (
-        partial(broken.second_step, True),
+        partial(more.second_step, True),
         Expected("the step raises ValueError: not again", "", "", "the step raises ValueError: not again"),
     ),
     "eval mode": (

@@ -306,7 +306,7 @@ def test_malformed_links_are_refused(text) -> None:
 
 def test_a_reversible_network_keeps_little_in_a_dataflow(call) -> None:
     sizes = (
-        *("--dim", "depth=2", "--dim", "width=16", "--dim", "image=32"),
+        *("--dim", "depth=4", "--dim", "width=16", "--dim", "image=32"),
         *("--dim", "classes=10", "--dim", "batch=2", "--costs", "roofline"),
     )
     more = (

@@ -1,10 +1,12 @@
 """A model that reads attributes of its own, of a record and of its parts, for the tests of planned modules' state."""
 
+import copy
 import math
 from collections import deque
+from functools import cache
 
 import torch
-from same_bits import X
+from same_bits import X, planned_and_plain
 from torch import Tensor, nn
 
 
@@ -40,3 +42,13 @@ def net() -> nn.Module:
 
 def step(model: nn.Module) -> None:
     model(X).pow(2).sum().backward()
+
+
+@cache
+def _planned_net() -> tuple[nn.Module, nn.Module]:
+    return planned_and_plain(net())
+
+
+def copies_of_net() -> tuple[nn.Module, nn.Module]:
+    """Copies of one planned network, with its plan, and of the network."""
+    return copy.deepcopy(_planned_net())

@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 from same_bits import SETTINGS, X, equal_after, planned_and_plain, saved
-from stateful_models import Net, net, step
+from stateful_models import Net, copies_of_net, net, step
 from torch import Tensor, nn
 
 import rematplan
@@ -29,7 +29,7 @@ def test_copies_are_planned_modules(copied: Callable[[nn.Module], nn.Module]) ->
 
 
 def test_a_copy_that_has_no_plan_yet_says_so() -> None:
-    planned, _ = planned_and_plain(net())
+    planned, _ = copies_of_net()
     copied = saved(planned)
     for front, attribute in product((copied, rematplan.planning(copied)), ("plan", "source")):
         with pytest.raises(UsageError, match=r"^Net has no plan yet; .*prepare"):
@@ -39,7 +39,7 @@ def test_a_copy_that_has_no_plan_yet_says_so() -> None:
 
 
 def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
-    planned, plain = planned_and_plain(net())
+    planned, plain = copies_of_net()
     assert inspect.signature(planned.forward) == inspect.signature(plain.forward)
 
     def use(model: nn.Module) -> None:
@@ -58,7 +58,7 @@ def test_forward_can_be_replaced_and_has_the_model_s_signature() -> None:
 
 
 def test_a_replaced_forward_that_bypasses_the_plan_causes_a_warning() -> None:
-    planned, _ = planned_and_plain(net())
+    planned, _ = copies_of_net()
     planned.forward = lambda x: planned.body(x)
     with pytest.warns(UserWarning, match="has no plan and may exceed the budget") as said:
         step(planned)
@@ -71,8 +71,8 @@ def test_a_replaced_forward_that_bypasses_the_plan_causes_a_warning() -> None:
 
 
 def test_a_planned_forward_in_another_thread_does_not_hide_one_that_bypasses_the_plan() -> None:
-    planned, _ = planned_and_plain(net())
-    other, _ = planned_and_plain(net())
+    planned, _ = copies_of_net()
+    other, _ = copies_of_net()
     step(other)
     begun, done = Event(), Event()
 
@@ -95,7 +95,7 @@ def test_a_planned_forward_in_another_thread_does_not_hide_one_that_bypasses_the
 
 
 def test_a_planned_part_that_the_new_forward_calls_is_enough() -> None:
-    planned, _ = planned_and_plain(net())
+    planned, _ = copies_of_net()
     part = rematplan.plan_module(planned.body, (X,), **SETTINGS)
     planned.forward = lambda x: part(x)
     with warnings.catch_warnings(action="error"):

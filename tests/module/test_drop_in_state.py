@@ -7,28 +7,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from same_bits import SETTINGS, X, equal_after, planned_and_plain
-from stateful_models import net, step
+from stateful_models import copies_of_net, net, step
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rematplan
 from rematplan.runtime.costs.measure import peak_above_entry
-
-
-@cache
-def planned_once() -> tuple[nn.Module, nn.Module]:
-    return planned_and_plain(net())
-
-
-def copies() -> tuple[nn.Module, nn.Module]:
-    """Of a planned network, with its plan, and of the network."""
-    return copy.deepcopy(planned_once())
 
 
 @pytest.mark.parametrize(
@@ -48,7 +37,7 @@ def copies() -> tuple[nn.Module, nn.Module]:
     ],
 )
 def test_what_is_changed_after_planning_counts(change: Callable[[nn.Module], Any]) -> None:
-    planned, plain = copies()
+    planned, plain = copies_of_net()
 
     def use(model: nn.Module) -> None:
         step(model)
@@ -136,7 +125,7 @@ def test_a_part_may_look_at_its_owner() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_numbers_that_change_at_every_step_share_a_schedule_and_cause_a_warning() -> None:
-    planned, plain = copies()
+    planned, plain = copies_of_net()
 
     def use(model: nn.Module) -> None:
         for k in range(9):
@@ -233,7 +222,7 @@ def twice_kept(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_graph_that_is_kept_is_gone_through_again() -> None:
-    planned, plain = copies()
+    planned, plain = copies_of_net()
     equal_after(twice_kept, planned, plain)
     # Of a step without x's gradient.
     planned, plain = planned_and_plain(net(), budget="200%", strategy="store_all")

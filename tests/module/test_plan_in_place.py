@@ -25,7 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 16)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4)
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)
         )
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.embed.weight

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elsewhere import Elsewhere, begin_with_the_leanest
+from elsewhere import Elsewhere, begin_with_the_leanest, with_no_plans
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.background import BackgroundSearch
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.planner.worker import NICE
 from rematplan.plans import refining
 from rematplan.runtime.costs.measure import peak_above_entry
 
@@ -64,10 +55,7 @@ class Certain(Network):
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     """The stand-in, and a quick search that gives a dear plan which leaves something to improve."""
-    (tmp_path / "rematplan").mkdir()
-    # The machine code is everybody's: it takes a minute to compile.
-    (tmp_path / "rematplan" / "kernels").symlink_to(cache_folder() / "kernels")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with_no_plans(monkeypatch, tmp_path)
     one = Elsewhere()
     monkeypatch.setattr(refining, "shared", lambda: one)
     begin_with_the_leanest(monkeypatch.setattr)
@@ -383,117 +371,3 @@ def test_a_budget_that_no_such_plan_fits_is_searched_all_the_same(
         model = planned(Network(), budget="90% of activations")
     assert model.plan.strategy == "auto"
     assert "so the first step waits" in caplog.text
-
-
-# The process itself
-
-
-@pytest.fixture
-def search() -> Any:
-    """A background process of the test's own."""
-    one = BackgroundSearch()
-    yield one
-    one.stop()
-
-
-def searched(
-    one: BackgroundSearch, problem: Any, budget: int, seconds: float = 2.0
-) -> tuple[list[Plan], Any]:
-    found: list[Plan] = []
-    ended: list[bool] = []
-
-    def heard(plan: Plan | None, last: bool) -> None:
-        if plan is not None:
-            found.append(plan)
-        ended.extend([True] * last)
-
-    assert one.submit(problem, budget, "auto", {"time_limit": seconds}, (), heard)
-    return found, ended
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def problem(elsewhere: Elsewhere) -> tuple[Any, int]:
-    planned(Network(), budget="90% of activations")
-    graph, budget, _ = elsewhere.searches[0]
-    return graph, budget
-
-
-def test_the_process_finds_plans_that_fit_and_has_low_priority_among_those_of_its_session(
-    search: BackgroundSearch, problem: tuple[Any, int]
-) -> None:
-    graph, budget = problem
-    found, ended = searched(search, graph, budget)
-    wait_for(lambda: ended)
-    assert found
-    assert all(plan.estimate.peak <= budget for plan in found)
-    assert search.pid is not None
-    assert os.getsid(search.pid) == os.getsid(0)  # Linux applies niceness within a session only
-    assert os.getpgid(search.pid) != os.getpgid(0)  # Ctrl-C is not for it
-    assert os.getpriority(os.PRIO_PROCESS, search.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
-
-
-def test_a_process_that_is_killed_ends_its_searches_and_another_takes_over(
-    search: BackgroundSearch, problem: tuple[Any, int]
-) -> None:
-    graph, budget = problem
-    _, ended = searched(search, graph, budget, seconds=60.0)
-    assert search.pid
-    os.kill(search.pid, signal.SIGKILL)
-    wait_for(lambda: ended)
-    found, ended = searched(search, graph, budget)
-    wait_for(lambda: ended)
-    assert found
-
-
-SCRIPT = """
-import sys, torch, rematplan
-from torch import nn
-from rematplan.planner.background import shared
-x = torch.randn(512, 64)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(10)))
-planned = rematplan.plan_module(model, (x,), budget="60% of activations", costs="roofline",
-    strategy=rematplan.Auto(gap=-1.0))
-planned(x).sum().backward()
-print(shared().pid, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_process_ends_with_its_parent_and_needs_no_main_guard(
-    elsewhere: Elsewhere, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout
-    child = int(parent.stdout.readline())
-    os.kill(child, 0)
-    parent.kill()
-    parent.communicate()
-
-    def gone() -> bool:
-        try:
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        return state == "Z"
-
-    wait_for(gone, 5.0)
-
-
-def test_the_process_loads_no_torch() -> None:
-    program = "import sys, rematplan.planner.worker; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

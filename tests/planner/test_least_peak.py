@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import problems
 import pytest
@@ -416,10 +417,7 @@ def test_an_interrupt_before_any_plan_fits_is_raised_again(
 
 
 def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(min_budget_plan, "plan_by_eviction", interrupted)
+    monkeypatch.setattr(min_budget_plan, "plan_by_eviction", Mock(side_effect=KeyboardInterrupt))
     graph = problems.unet(3)
     plan = min_budget_plan.cheapest_near_smallest_peak(graph, 1.0, slack=0.01)
     assert plan.estimate.peak < no_recompute(graph).estimate.peak
@@ -446,8 +444,7 @@ def test_the_least_of_peaks_that_no_float_represents(name: str) -> None:
     tensors = [Tensor("x", 8), *(Tensor(f"{kind}{i}", n) for kind in "tg" for i, n in enumerate(blocks))]
     ops = [Op(f"f{i}", (f"t{i - 1}" if i else "x",), (f"t{i}",), 1.0, 0, "forward") for i in range(8)]
     for i in reversed(range(8)):
-        reads = (f"t{i}", f"g{i + 1}") if i < 7 else (f"t{i}",)
-        ops.append(Op(f"b{i}", reads, (f"g{i}",), 1.0, 0, "backward"))
+        ops.append(Op(f"b{i}", (f"t{i}", *[f"g{i + 1}"] * (i < 7)), (f"g{i}",), 1.0, 0, "backward"))
     graph = TrainingGraph("huge", tuple(tensors), ("x",), ("g0",), tuple(ops))
     plan = least_plan(strategy(name), graph, kind="least", time_limit=1.0)
     assert plan.budget == plan.estimate.peak > int(1.0 * plan.estimate.peak)  # the float is smaller

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.strategies.approx_dp import ApproxDP
 
@@ -43,3 +47,10 @@ def begin_with_the_leanest(set_attribute: Callable[[str, Any], None]) -> None:
 
     set_attribute("rematplan.planner.auto.auto_strategy.Auto.plan", search)
     set_attribute("rematplan.plans.first_plan.no_recompute", least)
+
+
+def with_no_plans(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A folder of caches without plans. The machine code is everybody's: it takes a minute to compile."""
+    (folder / "rematplan").mkdir()
+    (folder / "rematplan" / "kernels").symlink_to(cache_folder() / "kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

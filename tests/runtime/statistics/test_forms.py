@@ -402,17 +402,10 @@ def test_a_model_without_any_layer_is_refused() -> None:
 def test_words_that_no_option_knows_are_refused() -> None:
     with pytest.raises(UsageError, match="approx is 'shrink'; known: expand, reduce"):
         rematplan.Kronecker(approx="shrink")
-    for options in (
-        {"every": 0},
-        {"every": 1.5},
-        {"seed": "seven"},
-        {"share": 0.0},
-        {"share": 1.5},
-        {"terms": 0},
-    ):
-        ((name, value),) = options.items()
+    wrong = {"every": (0, 1.5), "seed": ("seven",), "share": (0.0, 1.5), "terms": (0,)}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(UsageError, match=f"{name} is {value!r}; "):
-            rematplan.Kronecker(**options)
+            rematplan.Kronecker(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -443,17 +436,10 @@ def test_of_large_factors_only_the_diagonal_is_summed(model: nn.Module, most: in
     assert large
 
 
-class Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bare, self.biased = nn.Linear(D, E, bias=False), nn.Linear(D, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bare(x.cos()) + self.biased(x)
-
-
 def test_a_bias_belongs_to_the_layer_of_its_module() -> None:
-    found = statistics(Sum(), X.clone()).factors
+    model = Written(lambda m, x: m.bare(x.cos()) + m.biased(x))
+    model.bare, model.biased = nn.Linear(D, E, bias=False), nn.Linear(D, E)
+    found = statistics(model, X.clone()).factors
     assert (found["bare.weight"].bias_name, found["biased.weight"].bias_name) == (None, "biased.bias")
     assert error(found["bare.weight"].a, gram(X.cos())) < 1e-13
     assert torch.equal(found["bare.weight"].g, found["biased.weight"].g)
