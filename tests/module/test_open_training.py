@@ -28,7 +28,7 @@ MEASURED = {"costs": "profile", "loss_memory": "4x"}
 class Encoder(nn.Module):
     """Attention with dropout; a short sequence takes another activation."""
 
-    def __init__(self, layers: int = 3, long: int = 0) -> None:
+    def __init__(self, layers: int = 2, long: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.long = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers)), long

@@ -56,7 +56,7 @@ class Shares(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(16, 16) for _ in "abcdef")
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(16, 16) for _ in "abcd")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -77,7 +77,7 @@ def test_no_collective_runs_again(strategy: str) -> None:
     model, x = Shares("functional"), torch.randn(64, 16)
     limited = {"anneal": rematplan.Anneal(moves=4000), "auto": rematplan.Auto(time_limit=0.2)}
     planned = rematplan.plan_module(
-        copy.deepcopy(model), (x,), budget="min", strategy=limited.get(strategy, strategy)
+        copy.deepcopy(model), (x,), budget="min", strategy=limited.get(strategy, strategy), costs="roofline"
     )
     step, plan = planned._rematplan.last.compiled.step, planned.plan
     ordered = [c.name for c in step.calls if c.collective]
