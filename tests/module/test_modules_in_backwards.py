@@ -192,3 +192,27 @@ def test_what_hooks_change_is_as_in_eager_mode(name: str) -> None:
             assert torch.equal(ours.grad, theirs.grad), where
         for (where, ours), theirs in zip(planned.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(ours, theirs), where
+
+
+class Averaging(nn.Linear):
+    """Averages its results in a buffer, whose ``.grad`` it asks for, as libraries of vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.mean.grad is None:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean
+
+
+def test_a_buffer_has_no_gradient() -> None:
+    model = Averaging()
+    planned = rematplan.plan_module(
+        copy.deepcopy(model), (torch.ones(4, 8),), budget="200%", costs="roofline"
+    )
+    for one in (model, planned):
+        one(torch.ones(4, 8)).sum().backward()
+    assert torch.equal(planned.mean, model.mean)

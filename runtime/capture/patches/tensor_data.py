@@ -22,7 +22,7 @@ GRAD: Any = torch.Tensor.grad
 def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Turn assignments to ``.data`` of parameters, buffers and inputs (``tensors``) into in-place writes, inside the
     block and in this thread. Raises `ModelError` for data of another shape or type or in another such tensor's memory.
-    Raises it, too, for data of a computed tensor, and for uses of ``.grad``."""
+    Raises it, too, for data of a computed tensor, and for uses of the ``.grad`` of one that requires a gradient."""
     thread = get_ident()  # all threads see the replaced attribute
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
 
@@ -52,7 +52,7 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         )
 
     def gradient(tensor: torch.Tensor) -> Any:
-        if get_ident() != thread or id(tensor) not in places:
+        if get_ident() != thread or id(tensor) not in places or not tensor.requires_grad:
             return GRAD.__get__(tensor)
         if sys._getframe(1).f_code.co_qualname != "Module._apply":  # `to` looks for one to convert
             refuse()
