@@ -99,7 +99,8 @@ def vacate(S: State, slot: int) -> None:
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert the run ``node`` into the list of the runs of ``op`` after ``before``, or first if that is -1."""
+    """Insert the run ``node`` into the list of the runs of ``op`` after ``before``, or first if that is -1, and update
+    ``S.runs`` and ``S.multi``."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
     if before >= 0:
@@ -120,7 +121,7 @@ def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
 
 @inner
 def unlink(P: Problem, S: State, node: int, op: int) -> None:
-    """Remove the run ``node`` from the list of the runs of ``op``."""
+    """Remove the run ``node`` from the list of the runs of ``op``, and update ``S.runs`` and ``S.multi``."""
     before, after = S.links.prev[node], S.links.next[node]
     if before >= 0:
         S.links.next[before] = after

@@ -84,7 +84,8 @@ class Demands:
 def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> Demands:
     """Return a problem for the regression search, without inverses. ``tiny``: the smallest tensors that are not outputs
     are left out while their bytes sum to at most this share of the largest working set. With them, and with
-    ``smallest``, all tensors of at most so many bytes are left out."""
+    ``smallest``, all tensors of at most so many bytes are left out. Of an op that may run only once, all results are
+    left out or none."""
     ops, inputs, once = tuple(needed_ops(graph)), set(graph.inputs), set(graph.never_rerun)
     # An op that writes nothing must run all the same: it gets an output of no bytes, with the op's own name.
     made = tuple(op.writes or (f"({op.name})",) for op in ops)

@@ -109,9 +109,10 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
 
 
 def _least_of_all(graph: TrainingGraph, plain: TrainingGraph, known: int, effort: Effort) -> Plan | None:
-    """Return a plan with the least peak of all plans without inverses if one search over all tensors proves it, and
-    record what it proves. None if the problem is too large, or the peak is not below ``known`` bytes. ``plain``: the
-    problem without inverses."""
+    """Search over all tensors for a plan with the least peak of all plans without inverses, and record the bound that
+    this proves. None if the problem has too many tensors (`NearLeastOptions.exact`), or the search does not end. None
+    also if the peak is not below ``known`` bytes, or the runs are too many or not allowed. ``plain``: the problem
+    without inverses."""
     demands = demands_of(plain, 0.0)
     tensors, share, looks = NEAR_LEAST.exact
     if len(demands.sizes) > tensors:

@@ -241,8 +241,8 @@ def is_new(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: I
 
 @inner
 def is_dominated(T: Tables, demanded: Ints, n: int, level: int, seen: Words, levels: Ints) -> bool:
-    """Return whether the set without one of its tensors was reached at this or a lower level: what computes the whole
-    set computes that one, too."""
+    """Return whether the first ``n`` tensors of ``demanded`` without one of them were reached at this or a lower level.
+    What computes the whole set also computes the smaller one."""
     name = name_of(T, demanded, n)
     for i in range(n):
         slot = slot_of(name ^ T.hashes[demanded[i]], seen)

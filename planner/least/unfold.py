@@ -127,8 +127,8 @@ class Unfolding:
                     self._regress(u, frame)
 
     def _last_riders(self, v: int) -> list[int]:
-        """Return the riders of what op ``v`` writes that must run before ``v`` is regressed: of tensors that cannot be
-        computed from nothing later."""
+        """Return the riders that must run before op ``v`` is regressed: they write small tensors still demanded, and
+        read tensors that ``v`` writes and that cannot be computed from nothing."""
         lasting = [t for t in self.writes[v] if t in self.frame_of and t in self.demands.after_once]
         riders = dict.fromkeys(u for t in lasting for u in self.riders.get(t, ()))
         return [u for u in riders if not self.small.isdisjoint(self.small_writes[u])]
