@@ -103,8 +103,8 @@ class BackgroundSearch:
         return None if self._process is None else self._process.pid
 
     def _begun(self) -> subprocess.Popen[bytes] | None:
-        """Return the process that searches, started if none of this Python process runs; None if that fails. After a
-        fork, searches of the parent are forgotten."""
+        """Return the process that searches; start it unless one that this Python process started still runs. None if
+        that fails. After a fork, searches of the parent are forgotten."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         # A forked child does not use its parent's process.

@@ -86,8 +86,8 @@ class SearchJob:
 
     def search(self, urgent: Callable[[], bool] = lambda: False) -> Iterator[Answer]:
         """Yield messages of better plans and of plans with a bound: from the plan on disk if it is good enough, else
-        from longer and longer searches. These end with the time limit or a good enough plan; after each that goes on,
-        an empty message follows. If ``urgent`` returns True, a search ends early and is repeated."""
+        from longer and longer searches. These end with the time limit or a good enough plan; an empty message follows
+        each search without such a plan. If ``urgent`` returns True, a search ends early and is repeated."""
         # A plan on disk that is good enough is the answer.
         known = self._solved()
         if known is not None:

@@ -229,9 +229,8 @@ def runs_at(program: StageProgram, values: Sequence[float]) -> list[str]:
 
 
 def add_violated(program: StageProgram, values: Sequence[float]) -> int:
-    """Add a row for each repeated run of a solution that exceeds the budget in simulation, and return their
-    number.
-    """
+    """Add a row for each repeated run during which a solution exceeds the budget in simulation, and return their
+    number."""
     graph, found, k = program.graph, 0, 0
     number = {op.name: v for v, op in enumerate(program.ops)}
     resident: set[str] = set()
