@@ -43,8 +43,8 @@ def _class_of(kind: type[nn.Module]) -> Any:
 
 
 def _new_class(kind: type[nn.Module]) -> Any:
-    # Some code looks classes up by name.
     """Return a new subclass of a model's class for planned modules; `ModelError` if the class allows none."""
+    # Some code looks classes up by name.
     more = {key: getattr(kind, key) for key in ("__module__", "__qualname__")}
     try:
         ours = {name: _Ours(name) for name in OURS if not hasattr(kind, name)}

@@ -323,8 +323,8 @@ class Writer(Emitter):
         return name
 
     def _target(self, target: Any) -> str:
-        # Two targets that are equal only at the step's sizes are two.
         """Return the name in ``scope`` of the function that runs a call's target. Equal targets share one name."""
+        # Two targets that are equal only at the step's sizes are two.
         key = without_values(target) if hasattr(target, "at_sizes") else target
         if key not in self.targets:
             text = getattr(target, "source_name", str(target))

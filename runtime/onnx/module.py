@@ -148,8 +148,8 @@ class OnnxModule(nn.Module):
         return results if isinstance(results, tuple) else (results,)
 
     def advance(self, step: Instruction, values: dict[str, Value]) -> Sequence[Value]:
-        """Execute one node, move its results to the device of the first tensor in ``values``, add them to ``values``,
-        and return them."""
+        """Execute one node, move its results to the device of the first tensor in ``values`` (the CPU if there is
+        none), add them to ``values``, and return them."""
         results = self._run(step, [values[n] if n else None for n in step.node.inputs])
         place = next((v.device for v in values.values() if isinstance(v, Tensor)), torch.device("cpu"))
         # Tensors made from known values (NumPy arrays) are on the CPU.

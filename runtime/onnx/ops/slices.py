@@ -116,8 +116,8 @@ ROWS.add("Pad", 1)(by_attributes(pad, "paddings", "value"))
 
 @ROWS.add("CenterCropPad", 18, known=(1,))
 def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
-    """Run ONNX CenterCropPad: crop each of ``axes`` to its middle, or pad it with zeros on both sides, to the sizes
-    in ``shape``."""
+    """Run ONNX CenterCropPad: crop each of ``axes`` (all if absent) to its middle, or pad it with zeros on both sides,
+    to the sizes in ``shape``."""
     axes = ints(node, "axes") or tuple(range(x.dim()))
     pairs = [0] * (2 * x.dim())
     for axis, wanted in zip(axes, known_ints(shape) or (), strict=True):
