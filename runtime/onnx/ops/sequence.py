@@ -75,7 +75,7 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
 @ROWS.add("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
     """Run ONNX SplitToSequence: split ``value`` along ``axis`` into parts of the sizes in a list, or of one size, the
-    last maybe smaller; `ModelError` if that is below 1. With None the parts have size 1, and lose the axis if
+    last maybe smaller; `ModelError` for one size below 1. With None the parts have size 1, and lose the axis if
     ``keepdims`` is 0."""
     axis = integer(node, "axis", 0)
     length = value.shape[axis]
