@@ -63,9 +63,10 @@ class KnapsackSolver(CustomKnapsackSolver):
 def saved_nodes(
     memory: Sequence[float], sizes: Sequence[int], times: Sequence[float], most: float
 ) -> list[int]:
-    """Return the nodes to save: their ``memory`` sums to at most ``most``, and their ``times`` to as much as possible.
+    """Return the positions of the nodes to save. Their ``memory`` sums to at most ``most``, and their ``times`` to
+    nearly as much as possible: weights may be rounded, and `pack` may leave a gap.
 
-    ``sizes``: their bytes. If ``memory`` is proportional to these, the knapsack problem is that of bytes.
+    ``sizes``: the nodes' bytes. If ``memory`` is proportional to these, they are the weights, without rounding.
     """
     weights, capacity = _weights(memory, sizes, most)
     while True:

@@ -39,10 +39,10 @@ class StepReport:
     """The measurements of a planned training step that was run.
 
     ``plan``: the plan that was run. ``measured_peak``, ``eager_peak``: the measured peaks in bytes with the plan and
-    with plain autograd, parameters, buffers and batch included. ``seconds``, ``eager_seconds``: seconds of one step
-    with the plan and with plain autograd. ``losses``: the loss of each timed step. ``verification``: the comparison of
-    all results with plain autograd; None if it was not requested. ``one_lane_seconds``: for a plan on two lanes (CUDA
-    streams or threads), the seconds of the same plan on one lane; otherwise None.
+    with plain autograd, parameters, buffers and batch included. ``seconds``, ``eager_seconds``: seconds of the
+    fastest timed step with the plan and with plain autograd. ``losses``: the loss of each timed step. ``verification``:
+    the comparison of all results with plain autograd; None if it was not requested. ``one_lane_seconds``: for a plan on
+    two lanes (CUDA streams or threads), the seconds of the same plan on one lane; otherwise None.
     """
 
     plan: Plan

@@ -228,8 +228,9 @@ def compile_annealer() -> None:
 
 
 def _new_state(problem: Problem, sequence: Ints, budget: float, random: np.ndarray) -> State:
-    """Return the annealer's arrays for a sequence of op indices, spread evenly over about 1.5 times as many slots. The
-    last index is the virtual op that reads outputs. ``budget``: in the annealer's units."""
+    """Return the annealer's arrays for a sequence of op indices, spread evenly over 1.5 to 2 times as many slots (more
+    for fewer than 256 ops). The last index is the virtual op that reads outputs. ``budget``: in the annealer's
+    units."""
     ops, length = problem.cost.size, sequence.size
     nodes = 2 * length + max(2 * ops, 256)
     slots = 3 * length // 2 + max(ops // 2, 128)

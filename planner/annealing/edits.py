@@ -145,7 +145,7 @@ def unlink(P: Problem, S: State, node: int, op: int) -> None:
 @inner
 def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
     """Insert a run of ``op`` with number ``node`` just before the run ``right``. Later runs, up to the next one that
-    writes the same tensor, read from it."""
+    writes the same tensor, read from it. Update live bytes, penalty, cost and the number of runs; log nothing."""
     slot = make_room(P, S, right)
     mem, cap, penalty = S.mem, S.cap, 0.0
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
@@ -173,7 +173,7 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
     """Remove the run ``node``. Runs that read a tensor from it then read it from the latest earlier run that writes the
-    tensor, which must exist if there are such readers."""
+    tensor, which must exist if there are such readers. Update and log as `insert` does."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)
@@ -200,7 +200,7 @@ def remove(P: Problem, S: State, node: int) -> None:
 @inner
 def shift(P: Problem, S: State, node: int, right: int) -> None:
     """Move the run ``node`` to just before the run ``right``. There, each run must still read from the same runs, and
-    runs of one op keep their order (`window`)."""
+    runs of one op keep their order (`window`). Update live bytes and penalty; log nothing."""
     new = make_room(P, S, right)
     op, old = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0

@@ -13,7 +13,7 @@ from rematplan.planner.core.array_types import Flags, Ints
 def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
     """Return the positions of the ops that run, in order, recomputations included. ``block``: by forward op, the number
     of its block. ``blocks``: how many there are. ``kept``: by tensor, whether it stays resident for the backward
-    half."""
+    half. Outputs and all results of the last block stay as well."""
     ops = len(traffic.forward)
     resident = kept | traffic.wanted
     for o in range(ops):

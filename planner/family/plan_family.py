@@ -81,8 +81,8 @@ class PlanFamily:
         self.add_member(amounts_of(graph), member_of(graph, plan.schedule, plan.strategy))
 
     def add_member(self, amounts: Amounts, member: Member) -> None:
-        """Add a schedule found for a problem of these amounts, at which all members are compared from now on. If there
-        are too many members, the one that contributes least is removed, but never the first.
+        """Add a schedule found for a problem of these amounts. Members are compared at these, as long as they are among
+        `met`. If there are too many members, the one that contributes least is removed, but never the first.
         """
         state = self._state
         members = state.members

@@ -24,7 +24,8 @@ DESCENTS = 0.15
 
 @dataclass
 class Values:
-    """The values of a problem's tensors, which are written to `Tables.value`."""
+    """Searches, for each tensor, for a peak within which it can be computed from nothing (its value), and writes that
+    to `Tables.value`."""
 
     demands: Demands
     effort: Effort

@@ -69,7 +69,7 @@ def _different(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> str:
     """Return the key of the first tensor that differs by more than ``tolerance``, relative and absolute, has another
-    shape or type, or is in one mapping only; empty if there is none."""
+    shape or type, or is in one mapping only; empty if there is none. NaN at the same places are equal."""
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:

@@ -138,7 +138,8 @@ class Planning:
         ``path``: a file to write the page to; None for none.
 
         Raises:
-            UsageError: plotly is not installed, or the plan is for several forwards before a backward.
+            UsageError: there is no plan yet, the model is planned in parts, plotly is not installed, or the plan is for
+                several forwards before a backward.
         """
         entry, planner = _last(self._planned), self._planned._rematplan.planner
         step, plan = entry.compiled.step, entry.running.shown

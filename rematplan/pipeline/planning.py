@@ -65,8 +65,8 @@ def plan_stages(
     progress: Progress,
 ) -> PlannedPipeline:
     """Divide a step into stages and plan them; of the pipelines found, return the one with the least makespan.
-    ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for too
-    few, too many or unknown cuts; `InfeasibleBudget` if no pipeline fits."""
+    ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for
+    wrong cuts, a budget above `AMPLE`, or if no schedule is possible; `InfeasibleBudget` if no pipeline fits."""
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
     cuts = None
     if asked.cuts is not None:

@@ -381,8 +381,8 @@ class Planner(StepProblems):
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress) -> StepPlan:
-        """Return the better plan, with its step, of the steps ``plain`` and ``inverted``; of ``plain`` alone if no
-        inverse of ``inverted`` rounds. `InfeasibleBudget` if none is found."""
+        """Return the better plan, with its step, of the steps ``plain``, which has the exact inverses, and
+        ``inverted``. Plan only ``plain`` if no inverse of ``inverted`` rounds. `InfeasibleBudget` if none is found."""
         graphs = self.problem(plain, progress), self.problem(inverted, progress)
         if not any(inverse.noise for inverse in graphs[1].inverses):
             alone, notes = self._planned(plain, graphs[0], progress)

@@ -31,9 +31,10 @@ ZEROS = torch.ops.aten.zeros.default
 
 
 def with_expected_tangents(step: CapturedStep, arrived: Set[str] = frozenset()) -> CapturedStep:
-    """Return the step without the tangents of outputs of several elements from which a scalar output, the loss, is
-    computed, or that are weights in attributes. It has the bits of a step in which these tangents are missing. A
-    tangent stays if its output is in ``arrived``, or if a gradient, strides or a draw would change without it."""
+    """Return the step without tangents that a training loop never supplies: those of outputs of several elements that
+    are weights in attributes, or from which the loss is computed. The result has the bits of a step in which these
+    tangents are missing. A tangent stays if its output is in ``arrived``, or if a gradient, strides or a draw would
+    change without it."""
     made_of = in_own_losses(step)
     shape = {o.target: step.values[o.value].fake.numel() for o in step.outputs if o.kind == "output"}
     candidates = sorted((t for t in (made_of | _weights(step)) - arrived if shape[t] > 1), key=int)

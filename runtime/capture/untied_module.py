@@ -49,9 +49,10 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """Call the inner module on the batch, the tensors ``given`` except the last `counts`, and copy tensors that it
-        assigned to buffers into these. Return its results, whose number `outputs` has, and the assertions' empty
-        tensors. Until `replaced` is closed, the inner module has the traced tensors."""
+        """Call the inner module on the batch. If it assigns a new tensor to a buffer, copy that into the buffer. Set
+        `outputs` to the number of its results. Return these and the assertions' empty tensors. ``given``: the batch,
+        then `counts` tensors that only carry numbers. Until `replaced` is closed, the inner module has the traced
+        tensors."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         inner = self.__dict__["inner"]
         state = {slot: getattr(self, short) for slot, short in self.short_of.items()}

@@ -324,8 +324,8 @@ class PythonState:
         return writes
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
-        """Return the change of a name that has another value now, and the value (None if the name is removed or
-        counted). Decide how a guard checks the name."""
+        """Return the change of a name that has another value now, and the value; None if the change is ``remove`` or
+        ``count``. Decide how a guard checks the name."""
         namespace = self.namespaces[at]
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:

@@ -210,7 +210,8 @@ def mapped(product: Product, chain: Chain) -> Placement:
 
 
 def _replayed(product: Product, chain: Chain) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Apply ``chain`` to an empty product. Return the result, and size and stride of each dimension summed over."""
+    """Apply ``chain`` to a meta tensor shaped like the product, but take the first entry in place of each sum, which
+    keeps the other strides. Return the result, and the size and stride of each dimension summed over."""
     shape = _made_shape(product)
     tensor, summed = torch.empty(shape, device="meta"), list[tuple[int, int]]()
     for call, index in chain:

@@ -387,7 +387,8 @@ def _dense_as(real: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def check_layouts(step: CapturedStep) -> None:
     """Raise `NotSymbolic` if strides are wrong in a step whose shapes come from a capture at other sizes, as a run of
-    its doubtful ops shows."""
+    its doubtful ops shows. An op that refuses zeros is not checked; if its strides are doubtful without sizes of 1,
+    its `RuntimeError` is raised."""
     for call in step.calls:
         fakes = [step.values[r].fake for r in call.operands]
         results = [step.values[name].fake for name in call.made]
