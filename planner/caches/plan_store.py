@@ -51,8 +51,6 @@ class PlanStore:
     """Plans by problem and budget, in memory and on disk. Copies and pickles contain what is in memory."""
 
     def __init__(self) -> None:
-        # Bytes of budgets that were stated relative to a problem (such as 50%), from its first plan on.
-        self.fixed: dict[tuple[str, ...], int] = {}
         self._made: dict[Key, tuple[tuple[float, ...], Plan]] = {}
         self._refused: dict[Key, list[tuple[InfeasibleBudget, float]]] = {}
         self._lean: dict[str, None] = {}  # the structures of refused problems

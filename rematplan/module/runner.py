@@ -93,6 +93,7 @@ class Runner:
         """Return a runner for a copy of the module, with the present plans and captures or none. Later plans are not
         shared."""
         twin = copy.copy(self)
+        twin.planner = replace(self.planner, fixed={**self.planner.fixed})
         twin.tree, twin.deferred = None, []
         twin.bypasses, twin.untrained = BypassWarnings(self.name), self.untrained.copy()
         twin.warnings = replace(self.warnings, told={*self.warnings.told})

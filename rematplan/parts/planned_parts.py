@@ -266,7 +266,7 @@ class PlannedParts:
         named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
         around = around_parts(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
-        fixed = store.fixed.get(self.planner.budget_key)
+        fixed = self.planner.fixed.get(self.planner.budget_key)
         search = common_search(rehearsed, options, named, fixed, accumulating=sums, around=around)
         try:
             made = search.plan()
@@ -278,7 +278,7 @@ class PlannedParts:
             warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")
             return Division(model, made, options)
         if options.stated_budget().is_percentage:
-            store.fixed.setdefault(self.planner.budget_key, made.budget)
+            self.planner.fixed.setdefault(self.planner.budget_key, made.budget)
         return Division(model, made, options)
 
 

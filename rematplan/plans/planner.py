@@ -73,9 +73,11 @@ class Planner(StepProblems):
     """By structure, the last step with open sizes whose regions were fused. Steps of other sizes get its regions."""
     store: PlanStore = field(default_factory=PlanStore, compare=False)
     """Known plans; new plans are stored in it."""
+    fixed: dict[tuple[str, str], int] = field(default_factory=dict, compare=False)
+    """The bytes of budgets in percent, by `budget_key`. A copy of a planned module has its own."""
     scope: str = ""
-    """A key for budgets in percent. They refer to the peak of the first problem that was planned with the same store
-    and key. The `torch.compile` backend uses one key for each graph."""
+    """A key for budgets in percent. They refer to the peak of the first problem that was planned with this key. The
+    `torch.compile` backend uses one key for each graph."""
 
     @property
     def bounds_one_call(self) -> bool:
@@ -84,19 +86,18 @@ class Planner(StepProblems):
 
     def limit(self, graph: TrainingGraph) -> Budget:
         """Return the budget in bytes, or ``min`` or ``least``, which depend on the smallest peak found. A percentage
-        keeps the bytes that it has for the store's first problem with this text and `scope`."""
+        keeps the bytes that it has for the first problem with this text and `scope`."""
         stated = self.options.stated_budget()
         if stated.is_lean or stated.kind == "bytes":
             return stated
         # The device does not become smaller with a smaller batch.
-        fixed, key = self.store.fixed, self.budget_key
-        if key not in fixed:
-            fixed[key] = stated.of(graph)
-        return Budget(stated.text, "bytes", Fraction(fixed[key]))
+        if self.budget_key not in self.fixed:
+            self.fixed[self.budget_key] = stated.of(graph)
+        return Budget(stated.text, "bytes", Fraction(self.fixed[self.budget_key]))
 
     @property
     def budget_key(self) -> tuple[str, str]:
-        """The key of a percentage's bytes in the store."""
+        """The key of a percentage's bytes in ``fixed``."""
         return self.options.stated_budget().text, self.scope
 
     def of_training(self) -> Planner | None:

@@ -108,6 +108,19 @@ def test_a_percentage_is_of_the_step_that_trains_first(change: Callable[[nn.Modu
         planned.zero_grad()
 
 
+def test_a_copy_that_trains_first_does_not_fix_the_bytes_of_the_original() -> None:
+    planned = planned_for(1024)
+    larger = copy.deepcopy(planned)
+    own = []
+    with in_float64(larger):
+        larger(rows(1024).double()).sum().backward()
+        own.append(larger.plan.budget)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned(rows(1024)).float().sum().backward()
+        own.append(planned.plan.budget)
+    assert own[1] < own[0]
+
+
 def test_a_percentage_is_of_the_call_that_was_planned_if_the_first_step_has_other_shapes() -> None:
     planned = planned_for(1024)
     before = planned.plan.budget

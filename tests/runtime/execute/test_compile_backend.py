@@ -139,7 +139,7 @@ def test_inductors_code_of_convolutions_keeps_the_budget() -> None:
         )
     )
     peak, backend = compiled_peak(model, torch.randn(8, 32, 32, 32), budget="85%", strategy="approx_dp")
-    (limit,) = backend.planner.store.fixed.values()
+    (limit,) = backend.planner.fixed.values()
     assert peak <= limit
     assert backend.plans[0].estimate.reruns > 0
 
@@ -161,7 +161,7 @@ def test_what_inductor_fuses_is_not_recomputed_for_the_budget() -> None:
     model, x = Classes(), torch.randn(512, 64)
     options: dict[str, Any] = {"costs": "roofline", "strategy": rematplan.Anneal(moves=3000)}
     peak, backend = compiled_peak(model, x, budget="75%", **options)
-    (limit,) = backend.planner.store.fixed.values()
+    (limit,) = backend.planner.fixed.values()
     assert peak <= limit < backend.plans[0].peak
 
 
