@@ -7,6 +7,7 @@ import site
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -16,7 +17,7 @@ _NETWORKS = "rematplan.models"
 """This package's only modules with networks to plan."""
 
 _SITES = (*site.getsitepackages(), site.getusersitepackages())
-"""The folders in which packages are installed."""
+"""The folders in which Python installs packages."""
 _OF_VARIABLES = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"})
 """Bytecode instructions that name global variables."""
 
@@ -67,4 +68,14 @@ def is_library(module: str | None, own: Collection[str]) -> bool:
     if package in own:
         return False
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return package in sys.stdlib_module_names or package in ("torch", "rematplan") or file.startswith(_SITES)
+    if package in sys.stdlib_module_names or package in ("torch", "rematplan"):
+        return True
+    return file.startswith(_SITES) or (bool(file) and _is_installed(file))
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Return whether a package with this file is in a folder with metadata of installed packages, as ``pip install
+    --target`` leaves them in a folder of the user's."""
+    folder = Path(file).parent
+    return any((folder.parent if Path(file).stem == "__init__" else folder).glob("*.dist-info"))

@@ -1,5 +1,7 @@
 """Laws of libraries and modules that a forward uses beside the model: nobody looks into them, and all may be used."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import networkx
@@ -31,6 +33,26 @@ def test_nobody_looks_into_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networkx.Graph, "node_attr_dict_factory", type("Others", (dict,), {}))
     ours(X)
     assert len(ours.plans) == 1
+
+
+@pytest.mark.parametrize("metadata", ["", "scaling_library-1.0.dist-info"])
+def test_packages_in_a_folder_of_the_users_are_libraries_if_they_were_installed_there(
+    metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"scaling_{'library' if metadata else 'code'}"
+    (tmp_path / f"{name}.py").write_text("FACTOR = 2.0\n\ndef scaled(x):\n    return FACTOR * x\n")
+    (tmp_path / metadata).mkdir(exist_ok=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    scaling = importlib.import_module(name)
+
+    class Scaling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(scaling.scaled(x))
+
+    ours = planned(Scaling(4, 4))
+    monkeypatch.setattr(scaling, "FACTOR", 3.0)
+    ours(X)
+    assert len(ours.plans) == (1 if metadata else 2)
 
 
 class Beside(nn.Module):
