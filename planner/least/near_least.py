@@ -44,9 +44,14 @@ class NearLeastOptions:
     tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
     coarse_states: int = 2000
     """The states to expand in each of these searches."""
-    exact: tuple[int, float, int] = (128, 0.5, 10)
-    """Problems of at most so many tensors are first searched from the outputs over all tensors, for this share of the
-    effort: the least peak is proven if that search ends. A state looks at some 10 times all tensors."""
+    whole: int = 128
+    """Problems of at most so many tensors are first searched from the outputs over all tensors. If that search ends,
+    the least peak is proven."""
+    whole_share: float = 0.5
+    """The share of the effort for this search."""
+    looks: int = 10
+    """The times that one of its states looks at all tensors, about: 8 in a transformer layer, 18 in a residual network.
+    """
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)
@@ -110,14 +115,14 @@ def plan_near_least(graph: TrainingGraph, known: int, effort: Effort) -> Plan | 
 
 def _least_of_all(graph: TrainingGraph, plain: TrainingGraph, known: int, effort: Effort) -> Plan | None:
     """Search over all tensors for a plan with the least peak of all plans without inverses, and record the bound that
-    this proves. None if the problem has too many tensors (`NearLeastOptions.exact`), or the search does not end. None
+    this proves. None if the problem has too many tensors (`NearLeastOptions.whole`), or the search does not end. None
     also if the peak is not below ``known`` bytes, or the runs are too many or not allowed. ``plain``: the problem
     without inverses."""
     demands = demands_of(plain, 0.0)
-    tensors, share, looks = NEAR_LEAST.exact
-    if len(demands.sizes) > tensors:
+    if len(demands.sizes) > NEAR_LEAST.whole:
         return None
-    states = int(share * effort.left * TENSORS_PER_MOVE) // (looks * len(demands.sizes))
+    looked = NEAR_LEAST.whole_share * effort.left * TENSORS_PER_MOVE
+    states = int(looked) // (NEAR_LEAST.looks * len(demands.sizes))
     values = Values(demands, effort)
     values.run(*NEAR_LEAST.first)
     outputs = np.array(demands.large_of(demands.outputs), np.int64)
