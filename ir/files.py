@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
+from uuid import uuid4
 
 from rematplan.ir.errors import ProblemError, UsageError
 
@@ -47,8 +48,8 @@ def stated_json(path: str | Path) -> object:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file completely or not at all; `ProblemError` if that fails. Links are followed; an existing special file
-    such as ``/dev/stdout`` is written directly."""
+    """Write a file completely or not at all; `ProblemError` if that fails. An existing file keeps its mode. Links are
+    followed; an existing special file such as ``/dev/stdout`` is written directly."""
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)
     try:
@@ -56,14 +57,15 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             path.write_bytes(data)
             return
         path = path.resolve()
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
+        temporary = path.parent / f".{path.name[:32]}.{uuid4().hex}"
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb") as file:
+                if path.exists():
+                    shutil.copymode(path, temporary)
                 file.write(data)
-            os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ProblemError(f"{path}: cannot be written: {error.strerror}") from None

@@ -7,10 +7,11 @@ import errno
 import io
 import logging
 import os
-import tempfile
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -53,22 +54,23 @@ def export_onnx(
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` if the block succeeds; ``path`` itself if it is a device or a pipe.
-    IsADirectoryError if it is a folder."""
+    """Yield a temporary file that replaces ``path`` if the block succeeds, with the mode of an existing file; ``path``
+    itself if it is a device or a pipe. IsADirectoryError if it is a folder."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced
         yield path
         return
     path = path.resolve()  # follow a link
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.parent / f".{path.name[:32]}.{uuid4().hex}"
     try:
-        yield Path(name)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        temporary.touch(exist_ok=False)
+        yield temporary
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from rematplan.cli.arguments import DTYPES, dimension, dimensions
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import TIMM, check_costs, check_reachable
+from rematplan.cli.problem_source import TIMM, check_reachable
 from rematplan.fitting.lengths import Lengths, read_lengths
 from rematplan.ir import UsageError
 from rematplan.plans.budgets import parse_budget
-from rematplan.runtime.costs.device_models import ROOFLINE
+from rematplan.runtime.costs.device_models import ROOFLINE, check_costs
 
 if TYPE_CHECKING:
     from rematplan.fitting.fit import Fit

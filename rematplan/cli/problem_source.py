@@ -18,7 +18,7 @@ from rematplan.models.names import SIZES, SUMMARIES, ZooError
 from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.core.inversion_error import stated_limit, with_anchors
 from rematplan.planner.strategies.reversible import Reversible
-from rematplan.runtime.costs.device_models import PROFILE, ROOFLINE, device_model
+from rematplan.runtime.costs.device_models import PROFILE, check_costs
 
 if TYPE_CHECKING:
     from rematplan.api import LoadedStep
@@ -149,20 +149,13 @@ def costs_of(args: argparse.Namespace) -> str:
     return getattr(args, "costs", None) or PROFILE
 
 
-def check_costs(costs: str) -> None:
-    """Raise `UsageError` for an unknown device model before torch is loaded, which takes seconds. Files are read
-    later."""
-    if costs not in (PROFILE, ROOFLINE) and not costs.endswith(".json"):
-        device_model(costs)
-
-
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
     """Load the model that the argument MODEL names, and capture its training step. Options for costs are checked first,
     since capturing takes long. ``weightless``, ``inverses``: as in `load_step`."""
     check_reachable(args.model, args.device)
-    check_costs(costs_of(args))
+    check_costs(costs_of(args))  # before torch is loaded, which takes seconds
     from rematplan import api  # imported here, since problem files are planned without torch
     from rematplan.plans.op_costs import known_costs
 

@@ -13,10 +13,11 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.costs.device_models import (
     DEFAULT_DEVICE_MODEL,
-    DEVICE_MODELS,
+    KNOWN_COSTS,
     PROFILE,
     ROOFLINE,
     DeviceModel,
+    check_costs,
     device_model,
 )
 from rematplan.runtime.costs.profile import profile_costs
@@ -36,22 +37,14 @@ def known_costs(costs: str) -> Known:
     if costs == PROFILE:
         return "profile"
     if not isinstance(costs, (str, Path)):
-        raise UsageError(f"costs is {costs!r}; {_known()}")
+        raise UsageError(f"costs is {costs!r}; {KNOWN_COSTS}")
     name = str(costs)
+    check_costs(name)
     if name == ROOFLINE:
         return device_model(DEFAULT_DEVICE_MODEL)
-    if not name.endswith(".json"):
-        if name not in DEVICE_MODELS:
-            raise UsageError(f"unknown costs {name!r}; {_known()}")
-        return device_model(name)
-    return read_profile(Path(name)) if is_profile(Path(name)) else device_model(name)
-
-
-def _known() -> str:
-    return (
-        f"known: {PROFILE}, {ROOFLINE}, the device models {', '.join(DEVICE_MODELS)}, and files of a profile or of a "
-        f"device model (NAME.json)"
-    )
+    if name.endswith(".json") and is_profile(Path(name)):
+        return read_profile(Path(name))
+    return device_model(name)
 
 
 def priced(

@@ -54,6 +54,16 @@ DEVICE_MODELS: Mapping[str, DeviceModel] = {m.name: m for m in _MODELS}
 PROFILE, ROOFLINE = "profile", "roofline"
 """The options ``costs`` that measure ops here, and that model them for `DEFAULT_DEVICE_MODEL`."""
 DEFAULT_DEVICE_MODEL = "a100"
+KNOWN_COSTS = (
+    f"known: {PROFILE}, {ROOFLINE}, the device models {', '.join(DEVICE_MODELS)}, and files of a profile or of a "
+    f"device model (NAME.json)"
+)
+
+
+def check_costs(costs: str) -> None:
+    """Raise `UsageError` for an unknown name of costs. Files (``NAME.json``) are read later."""
+    if costs not in (PROFILE, ROOFLINE, *DEVICE_MODELS) and not costs.endswith(".json"):
+        raise UsageError(f"unknown costs {costs!r}; {KNOWN_COSTS}")
 
 
 def device_model(name: str) -> DeviceModel:

@@ -70,7 +70,11 @@ def test_wrong_arguments_are_refused_in_one_line(argv, call, refused, tmp_path, 
 @pytest.mark.parametrize("command", [PLAN, ("compare",)], ids=lambda c: c[0])
 def test_costs_are_checked_before_a_network_is_captured(call, refused, monkeypatch, command, option) -> None:
     monkeypatch.setattr(api, "load_step", None)
-    refused(call(*command, "unet", *option), 2)
+    result = call(*command, "unet", *option)
+    refused(result, 2)
+    if not option[1].endswith(".json"):
+        known = "known: profile, roofline, the device models laptop-cpu, "
+        assert f"unknown costs '{option[1]}'; {known}" in result.err
 
 
 @pytest.mark.parametrize(

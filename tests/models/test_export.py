@@ -122,12 +122,14 @@ def test_nothing_is_left_when_it_fails(tmp_path: Path) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-def test_replaces_an_old_file_with_a_readable_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_replaces_an_old_file_by_one_of_its_mode(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(b"old")
+    path.chmod(mode)
     exported("resnet18", path)
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_a_folder_or_a_missing_folder_is_an_os_error(tmp_path: Path) -> None:
