@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from rematplan import api
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
-from rematplan.planner.annealing.polish import ADAPT, polished
+from rematplan.planner.annealing.polish import POLISH, polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.core.simulator import simulate
@@ -74,7 +74,7 @@ def cell(family: PlanFamily, graph: TrainingGraph, length: int, budget: int, sec
         fresh = Auto(time_limit=seconds, reuse=False).plan(replace(graph), budget).estimate.overhead
     except InfeasibleBudget:
         fresh = math.inf
-    starts = family.starts(graph, budget, ADAPT.tidied)
+    starts = family.starts(graph, budget, POLISH.tidied)
     fitting = [p for p in starts if p.estimate.peak <= budget]
     best = [min((p.estimate.overhead for p in fitting), default=math.inf)]
     for spent in (0.0, SHORT, LONG):

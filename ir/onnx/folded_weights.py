@@ -15,7 +15,7 @@ import numpy as np
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Edit, Origin
 from rematplan.ir.onnx.graph import Attribute, Node
-from rematplan.ir.onnx.weight_origins import BUFFER, GENERATED, LARGE, Evidence
+from rematplan.ir.onnx.weights_or_buffers import BUFFER, GENERATED, LARGE, Evidence
 
 MAX_ELEMENTS = 1 << 22  # larger tensors are not analysed
 FORBIDDING = -50.0  # an attention mask adds this or less to the scores of forbidden positions

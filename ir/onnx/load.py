@@ -23,10 +23,10 @@ from rematplan.ir.onnx.draft import Array, Draft
 from rematplan.ir.onnx.fake_quantisation import with_fake_quantisation
 from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
 from rematplan.ir.onnx.protobuf import read_onnx, read_proto
-from rematplan.ir.onnx.tied_weights import untangled
+from rematplan.ir.onnx.restored_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_notes import weight_notes
-from rematplan.ir.onnx.weight_origins import Evidence
+from rematplan.ir.onnx.weights_or_buffers import Evidence
 
 AS_IS = Forms()
 COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch's batch norm

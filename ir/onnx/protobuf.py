@@ -23,7 +23,13 @@ import onnx_ir.passes.common as onnx_passes
 from rematplan.ir.errors import ModelError
 from rematplan.ir.onnx.draft import Array, Body, Declared, Draft, Origin, Scope
 from rematplan.ir.onnx.graph import Attribute, Node
-from rematplan.ir.onnx.limits import check_expansion, check_names, check_tensors, check_types, check_versions
+from rematplan.ir.onnx.protobuf_limits import (
+    check_expansion,
+    check_names,
+    check_tensors,
+    check_types,
+    check_versions,
+)
 from rematplan.ir.onnx.subgraph_shapes import inferred_shapes
 
 MAX_METADATA = 1 << 16  # longer metadata entries are ignored (characters)

@@ -11,7 +11,7 @@ import numpy as np
 from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Draft, Origin
 from rematplan.ir.onnx.graph import Weight
-from rematplan.ir.onnx.weight_origins import GENERATED
+from rematplan.ir.onnx.weights_or_buffers import GENERATED
 
 SAMPLE = 64  # elements that are compared before whole tensors are
 MAX_NAMED = 4  # names that a note lists

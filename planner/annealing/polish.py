@@ -19,7 +19,7 @@ from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 
 
 @dataclass(frozen=True)
-class AdaptOptions:
+class PolishOptions:
     """The constants of `polished`, measured on GPT-12, BERT-6, Llama-8 and U-Net at 33 pairs of size and budget. Plans
     were within one point of a new search's overhead for 28 pairs after tidying, for 32 after four anneals of 0.1 s, for
     all after four of 0.4 s."""
@@ -40,7 +40,7 @@ class AdaptOptions:
     """If seconds are counted: the CPU seconds of an anneal between two readings of the clock."""
 
 
-ADAPT = AdaptOptions()
+POLISH = PolishOptions()
 
 
 def polished(
@@ -48,7 +48,7 @@ def polished(
     budget: int,
     starts: Sequence[Plan],
     *,
-    seconds: float = ADAPT.seconds,
+    seconds: float = POLISH.seconds,
     moves: int = 0,
     rules: SearchRules = ANY_ORDER,
 ) -> Iterator[Plan]:
@@ -67,12 +67,12 @@ def polished(
         fits = plan.estimate.peak <= budget
         return plan if fits and (best is None or plan.estimate.cost < best.estimate.cost) else None
 
-    tidied = [annealer.tidied(runs_of(p.schedule), budget) for p in fitting[: ADAPT.tidied]]
+    tidied = [annealer.tidied(runs_of(p.schedule), budget) for p in fitting[: POLISH.tidied]]
     if found := min(filter(None, map(better, tidied)), key=by_cost, default=None):
         best = found
         yield best
     over = min((p for p in usable if p.estimate.peak > budget), key=lambda p: p.estimate.peak, default=None)
-    for heat in ADAPT.heats if seconds or moves else ():
+    for heat in POLISH.heats if seconds or moves else ():
         for start in (best, over):
             if start is None:
                 continue
@@ -84,9 +84,9 @@ def polished(
 
 
 def _cool(annealer: Annealer, hot: float, seconds: float, moves: int) -> None:
-    """Anneal the loaded sequence from the temperature ``hot`` to `AdaptOptions.last_heat`, with ``moves`` moves, or for
-    ``seconds`` CPU seconds if ``moves`` is 0."""
-    cold, slices = ADAPT.last_heat, ADAPT.slices
+    """Anneal the loaded sequence from the temperature ``hot`` to `PolishOptions.last_heat`, with ``moves`` moves, or
+    for ``seconds`` CPU seconds if ``moves`` is 0."""
+    cold, slices = POLISH.last_heat, POLISH.slices
     done, count = 0.0, max(1, moves // slices) if moves else 1000
     began = time.thread_time()
     while done < 1.0:
@@ -96,5 +96,5 @@ def _cool(annealer: Annealer, hot: float, seconds: float, moves: int) -> None:
             done += 1 / slices
             continue
         now = time.thread_time()
-        count = max(200, min(2 * count, int(count * ADAPT.slice_seconds / max(now - clock, 1e-6))))
+        count = max(200, min(2 * count, int(count * POLISH.slice_seconds / max(now - clock, 1e-6))))
         done = (now - began) / seconds

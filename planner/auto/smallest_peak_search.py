@@ -22,7 +22,7 @@ from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction
-from rematplan.planner.auto.without_inverses_first import search_without_inverses_first
+from rematplan.planner.auto.without_inverses_first import search_variants
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak
@@ -158,7 +158,7 @@ def find_smallest_peak(
     # With inverses, the problem is first searched without them, unless a start is as lean as the block plans.
     begun = any(p.estimate.peak <= lean for p in starts)
     plain = [without_inverses(graph)] if graph.inverses and not begun else []
-    return search_without_inverses_first((*plain, graph), PEAK_SEARCH.plain, search)[-1][1]
+    return search_variants((*plain, graph), PEAK_SEARCH.plain, search)[-1][1]
 
 
 def _lean_starts(

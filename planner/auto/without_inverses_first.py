@@ -11,7 +11,7 @@ from rematplan.planner.core.plan import Plan
 Found = list[tuple[TrainingGraph, Plan]]
 
 
-def search_without_inverses_first(
+def search_variants(
     problems: Sequence[TrainingGraph],
     share: float,
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],

@@ -16,7 +16,7 @@ from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, 
 from rematplan.planner.bounds.loop_rows import pairs, violated
 from rematplan.planner.bounds.max_flow import flow_bound
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
-from rematplan.planner.bounds.rounding import rounded_runs
+from rematplan.planner.bounds.runs_of_solution import rounded_runs
 from rematplan.planner.bounds.tail_search import TailSearch, highest_proven
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.effort import Effort

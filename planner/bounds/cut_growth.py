@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from rematplan.planner.bounds.cut_bounds import CutBounds
 from rematplan.planner.bounds.cut_places import in_line, prominence
-from rematplan.planner.bounds.rounding import bytes_at_first_run
+from rematplan.planner.bounds.runs_of_solution import bytes_at_first_run
 from rematplan.planner.core.effort import Effort
 
 Cuts = tuple[int, ...]

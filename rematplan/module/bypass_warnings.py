@@ -84,7 +84,7 @@ class BypassWarnings:
         while self.watched:
             self.watched.pop().remove()
 
-    def tell(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
+    def run_and_warn(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
         """Return the result of ``call``, and warn, once for each ``what``, if its backward would give the module's
         parameters gradients without a planned forward."""
         if not torch.is_grad_enabled() or any_mode():
@@ -105,8 +105,8 @@ class BypassWarnings:
 
 
 def watched_methods(kind: type[nn.Module], calls: Callable[[Any], BypassWarnings]) -> dict[str, Any]:
-    """Return the methods of a model's class, by name, as `BypassWarnings.tell` calls them, without special ones and
-    those of `nn.Module`. ``calls``: returns the `BypassWarnings` of a planned module."""
+    """Return the methods of a model's class, by name, as `BypassWarnings.run_and_warn` calls them, without special ones
+    and those of `nn.Module`. ``calls``: returns the `BypassWarnings` of a planned module."""
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}
@@ -118,7 +118,7 @@ def _watched(kind: Any, method: FunctionType, calls: Callable[[Any], BypassWarni
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         present = getattr(kind, method.__name__)  # the class may have got another method since
         what = f"{kind.__name__}.{method.__name__}"
-        return calls(self).tell(self, what, functools.partial(present, self, *args, **kwargs))
+        return calls(self).run_and_warn(self, what, functools.partial(present, self, *args, **kwargs))
 
     return watched
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from rematplan.module.forward_capture import Tracing
-from rematplan.module.least_recently_used import Recent
+from rematplan.module.least_recently_used import LeastRecentlyUsed
 from rematplan.module.plan_swaps import Running
 from rematplan.module.steps import Steps
 from rematplan.module.symbolic_forward import Instance
@@ -106,7 +106,7 @@ class CachedPlans:
     gradients of earlier steps."""
 
     def __init__(self, limit: int) -> None:
-        self.recent = Recent(limit)
+        self.recent = LeastRecentlyUsed(limit)
         self._entries: dict[Hashable, list[CacheEntry]] = {}
 
     def __bool__(self) -> bool:

@@ -15,6 +15,7 @@ from rematplan.ir import ModelError, NoGradients, NotCaptured
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
 from rematplan.module.function_caches import empty_traced_caches
+from rematplan.module.hook_warnings import warn_of_hooks
 from rematplan.module.model_errors import own_error
 from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
@@ -31,13 +32,9 @@ from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.guards.module_state import HOOKS
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.symbolic_step import OpenStep
-
-COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""How names of modules begin whose hooks only compute: they reparametrise weights or collect inner outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +106,7 @@ class Tracing:
                 )
         check_dense((*self.state.named.values(), *self.tensors), f"{self.name} has, or is called with,")
         check_no_hidden_tensors(self.leaves, f"{self.name} is called with")
-        names = _hooked(self.model)
-        if names:
-            warn(
-                f"{self.name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
-                f"when a step is planned; what they compute is part of the plan, other effects happen only then"
-            )
+        warn_of_hooks(self.model, self.name)
 
     def fixed(self) -> Found:
         """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached tensors
@@ -232,18 +224,3 @@ def _own_errors(
         if own is None:
             raise
         raise own from None
-
-
-def _hooked(module: nn.Module) -> list[str]:
-    """Return the names of the submodules, without the module itself, that have hooks with possible side effects. Hooks
-    that modules in `COMPUTING` define have none."""
-    return [
-        name
-        for name, m in module.named_modules()
-        if m is not module
-        and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
-    ]
-
-
-def _only_computes(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(COMPUTING)

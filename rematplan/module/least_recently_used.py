@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Recent:
+class LeastRecentlyUsed:
     """Drops the entries that were not used for longest. Entries with the same key count as used together."""
 
     limit: int

@@ -1,4 +1,7 @@
-"""The plan of a cache entry that calls follow now, and its replacement by a better plan between two training steps."""
+"""The plan of a cache entry that calls follow now, and its replacement by a better plan between two training steps.
+
+`Runner._exchange` decides when: at a new step, if no backward is pending.
+"""
 
 from __future__ import annotations
 

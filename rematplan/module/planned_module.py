@@ -135,7 +135,7 @@ class _Planned(HasRunner):
         if self._rematplan_replaced is None:
             return call()
         what = f"the function that replaced the forward of {self._rematplan.name}"
-        return self._rematplan.bypasses.tell(cast(nn.Module, self), what, call)
+        return self._rematplan.bypasses.run_and_warn(cast(nn.Module, self), what, call)
 
     def _rematplan_model(self) -> nn.Module:
         """Return the original model; this object if its class was changed since, as by a parametrisation."""

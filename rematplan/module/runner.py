@@ -180,7 +180,7 @@ class Runner:
         """Run the model as it is; warn if a kind of call that was taken for untrained trains after all."""
         call = partial(original.plain, args, kwargs)
         what = f"a call of {self.name}"
-        return self.bypasses.tell(original.model, what, call) if self.untrained else call()
+        return self.bypasses.run_and_warn(original.model, what, call) if self.untrained else call()
 
     def _executed(self, call: Tracing, measures: bool) -> tuple[CacheEntry, tuple[torch.Tensor, ...]]:
         """Run the forward of a call's plan, which is made now if none is valid, with statistics if ``measures``. Return

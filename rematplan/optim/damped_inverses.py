@@ -1,4 +1,7 @@
-"""Invert damped Kronecker factors, (F + λ I)⁻¹ with F positive semi-definite, by the methods in `INVERSES`."""
+"""Invert damped Kronecker factors, (F + λ I)⁻¹ with F positive semi-definite, by the methods in `INVERSES`.
+
+`Layer.dampings` divides the damping between the two factors.
+"""
 
 from __future__ import annotations
 

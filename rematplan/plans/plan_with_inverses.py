@@ -11,7 +11,7 @@ from dataclasses import replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.without_inverses_first import Found, search_without_inverses_first
+from rematplan.planner.auto.without_inverses_first import Found, search_variants
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
@@ -57,7 +57,7 @@ def plan_either(
             nothing_to_save.append(plan)
         return plan
 
-    found = search_without_inverses_first((plain, inverted), PLAIN, search)
+    found = search_variants((plain, inverted), PLAIN, search)
     if not found:
         last = failed[-1]  # every plan of the plain problem is one of this problem, too
         least = min(failed, key=lambda error: error.smallest)

@@ -44,7 +44,7 @@ class RangeSearchOptions:
     """The number of plans, found for other sizes, from which the search at one size starts. `polished` tidies
     at most the same number of plans."""
     polish_seconds: float = 0.1
-    """CPU seconds of each short anneal that improves the plans of a size. `AdaptOptions` states how good that is."""
+    """CPU seconds of each short anneal that improves the plans of a size. `PolishOptions` states how good that is."""
 
 
 OPTIONS = RangeSearchOptions()

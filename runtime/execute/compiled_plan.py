@@ -1,4 +1,7 @@
-"""A compiled plan that takes part in autograd, and the calls of it."""
+"""A compiled plan that takes part in autograd, and each call of it, from the forward to the end of the backward.
+
+`PlanCall` also refuses a backward if tensors were changed in place since the forward.
+"""
 
 from __future__ import annotations
 

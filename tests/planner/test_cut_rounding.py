@@ -15,7 +15,7 @@ from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain
 from rematplan.planner.bounds.multi_cut_program import CutProgram
-from rematplan.planner.bounds.rounding import bytes_at_first_run, rounded_runs
+from rematplan.planner.bounds.runs_of_solution import bytes_at_first_run, rounded_runs
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import plan_from_runs
 from rematplan.planner.core.schedule import with_frees

@@ -20,7 +20,7 @@ from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Edit, Origin, Scope
 from rematplan.ir.onnx.folded_weights import restore_repeated_weights
 from rematplan.ir.onnx.graph import Node
-from rematplan.ir.onnx.weight_origins import GENERATED, Evidence
+from rematplan.ir.onnx.weights_or_buffers import GENERATED, Evidence
 
 MAX_UNIFORM = 1 << 22  # larger weights are not checked for being a single repeated number
 SAMPLE = 64  # rows and columns compared to recognise a transpose
