@@ -20,7 +20,8 @@ from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_fre
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
 from rematplan.planner.pipeline.messages import RANDOM_STATE, message_memory
-from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, most_in_flight
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.rank_memory import stages_in_flight
 from rematplan.planner.pipeline.rank_search import (
     SHORTEST,
     RankPlan,
@@ -153,7 +154,7 @@ class PipelineSearch:
         def peaks(cuts: Cuts) -> list[int]:
             return [self._smallest(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
 
-        in_flight = most_in_flight(self.schedule)
+        in_flight = stages_in_flight(self.schedule)
         return lean_cuts(self.chain, self.schedule, estimate, peaks)
 
     def _smallest(self, rank: int, intervals: Intervals) -> int:
@@ -190,7 +191,7 @@ class PipelineSearch:
     @cached_property
     def _floors(self) -> StageTime:
         """A function that bounds a stage's microseconds per micro-batch from below, as `time_floors` returns it."""
-        k = most_in_flight(self.schedule)
+        k = stages_in_flight(self.schedule)
 
         def room(start: int, end: int, stage: int) -> tuple[float, int]:
             fixed = self.template(start, end, stage)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from rematplan.ir import ProblemError
 from rematplan.planner.pipeline.actions import PipelineSchedule
-from rematplan.planner.pipeline.rank_memory import in_flight
+from rematplan.planner.pipeline.rank_memory import stages_in_flight
 from rematplan.planner.pipeline.stage_plan import MessageBytes, StagePlan, StandingBytes
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 
@@ -94,5 +94,5 @@ def least_credits(schedule: PipelineSchedule) -> int:
 def _further_in_flight(schedule: PipelineSchedule) -> Iterator[int]:
     """Yield, for each stage except the last, the number of micro-batches that it has in flight, minus that of the next
     stage, minus 1."""
-    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
+    most = stages_in_flight(schedule)
     return (most[stage] - most[stage + 1] - 1 for stage in range(schedule.stages - 1))

@@ -33,7 +33,7 @@ from rematplan.planner.pipeline.json_fields import (
     whole,
 )
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
-from rematplan.planner.pipeline.rank_memory import in_flight, rank_peak
+from rematplan.planner.pipeline.rank_memory import rank_peak, stages_in_flight
 from rematplan.planner.pipeline.stage_plan import (
     ActionTimes,
     HeldBytes,
@@ -124,7 +124,7 @@ class PlannedPipeline:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For each stage, the most micro-batches in flight at once: between the start of F and the end of B or I."""
-        return most_in_flight(self.schedule)
+        return stages_in_flight(self.schedule)
 
     @property
     def slowest(self) -> int:
@@ -138,14 +138,6 @@ class PlannedPipeline:
         """
         order = self.schedule
         return FORMULAS[order.name].bubble(order.ranks, order.microbatches, order.stages // order.ranks)
-
-
-def most_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return, for each stage, the most micro-batches in flight at once: between the start of F and the end of
-    B or I.
-    """
-    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
-    return tuple(most[stage] for stage in range(schedule.stages))
 
 
 def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from rematplan.planner.pipeline.actions import Action, Kind
+from rematplan.planner.pipeline.actions import Action, Kind, PipelineSchedule
 from rematplan.planner.pipeline.live_messages import message_bytes
 from rematplan.planner.pipeline.stage_plan import StagePlan, stages_by_number
 
@@ -81,3 +81,9 @@ def in_flight(actions: Iterable[Action]) -> Mapping[int, int]:
         elif action.kind != "W":
             now[action.stage] -= 1
     return dict(most)
+
+
+def stages_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return, for each stage of a schedule, the most micro-batches in flight at once, as `in_flight` counts them."""
+    most = {stage: n for row in schedule.actions for stage, n in in_flight(row).items()}
+    return tuple(most[stage] for stage in range(schedule.stages))
