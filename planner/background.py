@@ -136,6 +136,9 @@ class BackgroundSearch:
         for line in process.stdout:
             with suppress(ValueError, KeyError, TypeError):
                 self._hear(json.loads(line))
+        # A process that was killed closes its output before it counts as ended, and would be asked once more.
+        process.kill()
+        process.wait()
         with self._lock:
             lost = {at: search for at, search in self._waiting.items() if search.process is process}
             for at in lost:
