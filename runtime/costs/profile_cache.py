@@ -99,7 +99,7 @@ def _cost(time: float, workspace: int, results: list[int], library: int) -> Call
 
 def _write(file: Path, known: _Content) -> None:
     began = time.monotonic()
-    # `astuple` copies deeply, and takes a second for 30,000 entries.
+    # `astuple` copies deeply: 0.3 s for 30,000 entries, instead of 0.01 s.
     rows = {
         k: one if isinstance(one, bool) else (one.time, one.workspace, one.results, one.library)
         for k, one in known.entries.items()
