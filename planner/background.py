@@ -136,7 +136,7 @@ class BackgroundSearch:
         for line in process.stdout:
             with suppress(ValueError, KeyError, TypeError):
                 self._hear(json.loads(line))
-        # A process that was killed closes its output before it counts as ended, and would be asked once more.
+        # A killed process closes its output before `poll` says that it ended: a further search would be sent to it.
         process.kill()
         process.wait()
         with self._lock:

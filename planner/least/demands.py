@@ -102,8 +102,8 @@ def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> 
     spared = {k for t, k in number.items() if t in silent}
     smallest = max(smallest, _threshold([n for t, n in enumerate(sizes) if t not in outputs], tiny * largest))
     out = {t for t, n in enumerate(sizes) if n <= smallest and t not in spared}
-    # Of what an op writes that may run only once, all is left out or nothing: the loss writes a tensor of no bytes
-    # that each gradient reads, so that the gradients come after it.
+    # If an op may run only once, all of its results are left out or none. A loss writes a tensor of no bytes, and every
+    # gradient reads it: without that tensor, nothing would say that gradients come after the loss.
     for op, row in zip(ops, writes, strict=True):
         if op.name in once and not out.issuperset(row):
             out.difference_update(row)

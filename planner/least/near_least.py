@@ -50,8 +50,8 @@ class NearLeastOptions:
     whole_share: float = 0.5
     """The share of the effort for this search."""
     looks: int = 10
-    """The times that one of its states looks at all tensors, about: 8 in a transformer layer, 18 in a residual network.
-    """
+    """About how many times one state of this search looks at all tensors: 8 in a transformer layer, 18 in a residual
+    network."""
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)
@@ -121,8 +121,8 @@ def _least_of_all(graph: TrainingGraph, plain: TrainingGraph, known: int, effort
     demands = demands_of(plain, 0.0)
     if len(demands.sizes) > NEAR_LEAST.whole:
         return None
-    looked = NEAR_LEAST.whole_share * effort.left * TENSORS_PER_MOVE
-    states = int(looked) // (NEAR_LEAST.looks * len(demands.sizes))
+    affordable = int(NEAR_LEAST.whole_share * effort.left * TENSORS_PER_MOVE)
+    states = affordable // (NEAR_LEAST.looks * len(demands.sizes))
     values = Values(demands, effort)
     values.run(*NEAR_LEAST.first)
     outputs = np.array(demands.large_of(demands.outputs), np.int64)
