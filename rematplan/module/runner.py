@@ -44,7 +44,6 @@ from rematplan.runtime.graph.compat import (
     FakeTensor,
     FunctionalTensor,
     get_tracing_state,
-    parametrizations_are_cached,
     pytree,
 )
 from rematplan.runtime.graph.warn import warn
@@ -316,15 +315,9 @@ class Runner:
         return state
 
     def _entry(self, call: Tracing) -> CacheEntry:
-        """Return the valid cache entry for a call, captured and planned now if there is none. `ModelError` for a model
+        """Return the valid cache entry for a call, captured and planned now if there is none. `UsageError` for a model
         with parametrizations in a block that caches them."""
-        if parametrizations_are_cached() and any(
-            "parametrizations" in a["_modules"] for a in call.state.attributes
-        ):
-            raise ModelError(
-                f"{self.name} is called in torch.nn.utils.parametrize.cached(), which shares tensors between calls; a "
-                f"planned step computes them in each call; leave that block, or enter it inside the forward"
-            )
+        call.state.check_parametrizations(self.name)
         with LOCK.shared():
             found = self.plans.valid(call)
         if found is None:

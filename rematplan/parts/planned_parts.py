@@ -16,6 +16,7 @@ from rematplan.ir import (
     InfeasibleBudget,
     ModelError,
     RematplanError,
+    UsageError,
     first_line,
     show_bytes,
 )
@@ -134,14 +135,14 @@ class PlannedParts:
         **kwargs: Any,
     ) -> Any:
         """Run a module by ``runner``, or as it is if ``runner`` is None. With gradients, count the run in ``ran``. A
-        part that raises `ModelError` runs without a plan from then on, with a warning, unless the user stated it."""
+        part that is refused at a call runs without a plan from then on, with a warning, unless the user stated it."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         ran[name] += 1
         if runner is not None:
             try:
                 return runner(original, args, kwargs)
-            except ModelError as why:
+            except (ModelError, UsageError) as why:
                 if self.error is None:  # the user stated the parts
                     raise
                 assert self.last
@@ -196,6 +197,7 @@ class PlannedParts:
         of_sizes = (one for sizes, one in known if sizes is not None and _within(tensors, sizes))
         rehearsed = next((one for one in of_sizes if _holds(original.model, one)), None)
         if rehearsed is None:
+            state.check_parametrizations(type(original.model).__name__)
             rehearsed = self._rehearsed(original, args, kwargs)
             for earlier in [one for sizes, one in known if sizes is None]:
                 calls = {name for name, _ in rehearsed.calls}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.runtime.graph.compat import TensorGuards
+from rematplan.ir import UsageError
+from rematplan.runtime.graph.compat import TensorGuards, parametrizations_are_cached
 from rematplan.runtime.guards.bulk_comparison import Namespaces, picked
 from rematplan.runtime.guards.call_key import like
 
@@ -52,6 +53,16 @@ class ModuleState:
     """Parameters and buffers, each once, under the names of ``named_parameters`` and ``named_buffers``."""
     key: StateKey
     """Classes and modes of all modules, hooks of submodules, names and properties, without values, of tensors."""
+
+    def check_parametrizations(self, name: str) -> None:
+        """Raise `UsageError` in a block that caches parametrizations if there are any. ``name``: of the module."""
+        if parametrizations_are_cached() and any(
+            "parametrizations" in a["_modules"] for a in self.attributes
+        ):
+            raise UsageError(
+                f"{name} is called in torch.nn.utils.parametrize.cached(), which shares tensors between calls; a "
+                f"planned step computes them in each call; leave that block, or enter it inside the forward"
+            )
 
 
 @dataclass(frozen=True, slots=True)

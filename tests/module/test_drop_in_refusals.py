@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import rematplan
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -285,12 +285,18 @@ def test_other_derivatives_than_the_backward_are_refused() -> None:
 
 
 def test_what_calls_would_share_is_refused() -> None:
-    plain = nn.Sequential(parametrizations.spectral_norm(nn.Linear(16, 16)))
+    layer = parametrizations.spectral_norm(nn.Linear(16, 16))
+    plain = nn.Sequential(layer, nn.Sequential(nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)))
     model = planned(plain)
-    for use in (lambda: model(X), lambda: planned(plain)):
-        with parametrize.cached(), pytest.raises(ModelError, match=r"parametrize\.cached"):
+    in_parts = rematplan.apply(copy.deepcopy(plain), "100%", modules="1", costs="roofline", refine=False)
+    for use in (lambda: model(X), lambda: planned(plain), lambda: in_parts(X)):
+        with (
+            parametrize.cached(),
+            pytest.raises(UsageError, match=r"parametrize\.cached.*inside the forward$"),
+        ):
             use()
     model(X).sum().backward()
+    in_parts(X).sum().backward()
 
 
 class Around(nn.Sequential):
