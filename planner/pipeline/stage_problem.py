@@ -152,7 +152,51 @@ class StageProblem:
 
     def measured(self, plan: Plan) -> StagePlan:
         """Return the memory and times of this stage under a plan, and the plan as JSON data."""
-        return _measured(self, plan)
+        graph, schedule = self.graph, plan.schedule
+        runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
+        boundary = runs[self.boundary]
+        split = len(schedule) if self.weights is None else runs[self.weights]
+        again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
+        loose = self.bytes(t for t, readers in self.freed.items() if again.isdisjoint(readers))
+        # Bytes at each step: the stage's without inputs, those of them that do not count as the backward's, tangents.
+        own = [bytes_ - graph.input_bytes for bytes_ in self.resident(schedule)]
+        handed = _resident_of(self, schedule, self.handed, boundary)
+        leaving = _resident_of(self, schedule, self.leaving, boundary + 1)
+        gone = [
+            a + b + loose * (at >= boundary) for at, (a, b) in enumerate(zip(handed, leaving, strict=True))
+        ]
+        tangents = _tangent_bytes(self, schedule, split)
+        # In the first backward, gradients stay that later ones add to earlier ones and free.
+        waiting = self.waiting(schedule) if self.waiting else [0] * len(schedule)
+        first, later = (
+            [
+                more + bytes_ - less + given
+                for more, bytes_, less, given in zip(held, own, gone, tangents, strict=True)
+            ]
+            for held in (_freed_gradients(self, schedule), waiting)
+        )
+        left = _resident_of(self, schedule, self.leaving, boundary)[boundary]
+        kept = _across(graph, self.boundary, own[boundary] - gone[boundary] - left) + self.between
+        saved = self.bytes(self.per_microbatch) + sum(n for op, n in self.copies.items() if op in again)
+        held = HeldBytes(kept + saved, loose=loose, gradients=self.gradient_bytes)
+        transients = TransientBytes(
+            forward=max([*own[:boundary], own[boundary] + self.loss_forward, kept]) + saved,
+            backward=max([*later[boundary:split], kept + tangents[boundary]]) + saved,
+            first_backward=max([*first[boundary:split], kept + tangents[boundary]]) + saved,
+        )
+        if self.weights is not None:
+            given = None if self.tangents_held else tangents  # torch keeps them to the end of a B
+            deferred, late = _split_figures(self, schedule, split, later, first, given, saved)
+            held, transients = replace(held, **deferred), replace(transients, **late)
+        costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
+        times = [sum(part, 0.0) for part in (costs[:boundary], costs[boundary:split], costs[split:])]
+        return replace(
+            self.template.adding(states=self.bytes(self.states)),
+            held=held,
+            transients=transients,
+            times=ActionTimes(*times, extra=plan.estimate.cost - graph.base_cost),
+            plan=plan_to_json(plan),
+        )
 
     def bounded(self, budget: int, kept: int, deferred: int | None = None) -> TrainingGraph:
         """Return the graph with boundary workspaces such that plans within ``budget`` bytes, inputs included, keep at
@@ -186,57 +230,6 @@ class StageProblem:
         """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
-
-
-def _measured(problem: StageProblem, plan: Plan) -> StagePlan:
-    """Return the memory and times of a stage under a plan, and the plan as JSON data."""
-    graph, schedule = problem.graph, plan.schedule
-    # Without inputs. In the first backward, gradients stay that later ones add to earlier ones and free.
-    beyond = [bytes_ - graph.input_bytes for bytes_ in problem.resident(schedule)]
-    first = [own + left for own, left in zip(beyond, _freed_gradients(problem, schedule), strict=True)]
-    if problem.waiting is not None:
-        beyond = [own + late for own, late in zip(beyond, problem.waiting(schedule), strict=True)]
-    runs = {step.op: at for at, step in reversed([*enumerate(schedule)]) if isinstance(step, Run)}
-    boundary = runs[problem.boundary]
-    handed = _resident_of(problem, schedule, problem.handed)
-    again = {step.op for step in schedule[boundary:] if isinstance(step, Run)}
-    loose = problem.bytes(t for t, readers in problem.freed.items() if again.isdisjoint(readers))
-    gone = _resident_of(problem, schedule, problem.leaving)
-    kept = _across(graph, problem.boundary, beyond[boundary]) + problem.between
-    kept -= gone[boundary] + handed[boundary] + loose
-    forward = [*beyond[:boundary], beyond[boundary] + problem.loss_forward]
-    for series in (beyond, first):
-        for at in range(boundary, len(schedule)):
-            series[at] -= handed[at] + loose + (gone[at] if at > boundary else 0)
-    split = len(schedule) if problem.weights is None else runs[problem.weights]
-    tangents = _tangent_bytes(problem, schedule, split)
-    back, first_back = (
-        [own + given for own, given in zip(series, tangents, strict=True)] for series in (beyond, first)
-    )
-    saved = problem.bytes(problem.per_microbatch) + sum(n for op, n in problem.copies.items() if op in again)
-    costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
-    held = HeldBytes(kept + saved, loose=loose, gradients=problem.gradient_bytes)
-    transients = TransientBytes(
-        forward=max([*forward, kept]) + saved,
-        backward=max([*back[boundary:split], kept + tangents[boundary]]) + saved,
-        first_backward=max([*first_back[boundary:split], kept + tangents[boundary]]) + saved,
-    )
-    if problem.weights is not None:
-        given = None if problem.tangents_held else tangents  # torch keeps them to the end of a B
-        deferred, late = _split_figures(problem, schedule, split, back, first_back, given, saved)
-        held, transients = replace(held, **deferred), replace(transients, **late)
-    return replace(
-        problem.template.adding(states=problem.bytes(problem.states)),
-        held=held,
-        transients=transients,
-        times=ActionTimes(
-            sum(costs[:boundary]),
-            sum(costs[boundary:split]),
-            sum(costs[split:], 0.0),
-            extra=plan.estimate.cost - graph.base_cost,
-        ),
-        plan=plan_to_json(plan),
-    )
 
 
 def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
@@ -328,13 +321,12 @@ def _tangent_bytes(problem: StageProblem, schedule: Schedule, split: int) -> lis
     return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
 
 
-def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[str]) -> list[int]:
-    """Return, for each step of a schedule from the boundary on, the bytes of ``outputs`` of the forward that are not
-    yet freed. Values of earlier steps mean nothing."""
+def _resident_of(problem: StageProblem, schedule: Schedule, outputs: Iterable[str], start: int) -> list[int]:
+    """Return, by step of a schedule, the bytes of ``outputs`` that are not yet freed; 0 before the step ``start``."""
     sizes = problem.graph.size
     freed = {step.tensor: at for at, step in enumerate(schedule) if isinstance(step, Free)}
     ends = [(freed.get(t, len(schedule)), sizes[t]) for t in outputs]
-    return [sum(size for until, size in ends if at < until) for at in range(len(schedule))]
+    return [sum(size for until, size in ends if start <= at < until) for at in range(len(schedule))]
 
 
 def _freed_gradients(problem: StageProblem, schedule: Schedule) -> list[int]:
