@@ -26,6 +26,7 @@ from rematplan.planner.annealing.state import (
     GROWTH,
     HALF,
     NO_CAP,
+    NO_RUN,
     NUMBERS,
     PENALTY,
     PRICE,
@@ -289,7 +290,7 @@ def _count(P: Problem, S: State) -> None:
             for k in range(P.writes_at[op], P.writes_at[op + 1]):
                 t = P.writes[k]
                 change[s] += P.size[t]
-                change[end_of(P.flow, S.links, t, node, -1) + 1] -= P.size[t]
+                change[end_of(P.flow, S.links, t, node, NO_RUN) + 1] -= P.size[t]
     alive = 0.0
     for s in range(n):
         alive += change[s]

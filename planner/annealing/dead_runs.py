@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from rematplan.planner.annealing.edits import do_remove
 from rematplan.planner.annealing.splitmix64 import below
-from rematplan.planner.annealing.state import LOGGED, MULTI, Problem, State, copy_before, end_of, is_unread
+from rematplan.planner.annealing.state import (
+    LOGGED,
+    MULTI,
+    NO_RUN,
+    Problem,
+    State,
+    copy_before,
+    end_of,
+    is_unread,
+)
 from rematplan.planner.caches.numba_kernels import inner
 
 
@@ -30,7 +39,7 @@ def is_spare(P: Problem, S: State, node: int) -> bool:
         return bool(S.links.prev[node] >= 0)
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
-        if copy_before(P.flow, S.links, t, slot) < 0 and end_of(P.flow, S.links, t, node, -1) > slot:
+        if copy_before(P.flow, S.links, t, slot) < 0 and end_of(P.flow, S.links, t, node, NO_RUN) > slot:
             return False
     return keeps_order(P, S, node)
 

@@ -14,6 +14,7 @@ from rematplan.planner.annealing.state import (
     LOGGED,
     MULTI,
     NO_CAP,
+    NO_RUN,
     PENALTY,
     REMOVED,
     RUNS,
@@ -68,7 +69,7 @@ def make_room(P: Problem, S: State, node: int) -> int:
             break
         down -= 1
         up += 1
-    S.at[slot] = -1
+    S.at[slot] = NO_RUN
     S.mem[slot] = across
     S.cap[slot] = NO_CAP
     return int(slot)
@@ -94,12 +95,12 @@ def vacate(S: State, slot: int) -> None:
     if over > 0.0:
         S.value[PENALTY] -= over
     S.cap[slot] = NO_CAP
-    S.at[slot] = -1
+    S.at[slot] = NO_RUN
 
 
 @inner
 def link(P: Problem, S: State, node: int, op: int, before: int) -> None:
-    """Insert the run ``node`` into the list of the runs of ``op`` after ``before``, or first if that is -1, and update
+    """Insert the run ``node`` into the list of the runs of ``op`` after ``before``, first if that is `NO_RUN`. Update
     ``S.runs`` and ``S.multi``."""
     after = S.links.next[before] if before >= 0 else S.links.first[op]
     S.links.prev[node], S.links.next[node] = before, after
@@ -151,14 +152,14 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         server = copy_before(P.flow, S.links, t, slot)
-        end = end_of(P.flow, S.links, t, server, -1)
+        end = end_of(P.flow, S.links, t, server, NO_RUN)
         if end < slot:
             penalty += spread(mem, cap, end + 1, slot, P.size[t])
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
         before = copy_before(P.flow, S.links, t, slot)
-        if before >= 0 and end_of(P.flow, S.links, t, before, -1) > slot:
-            end = last_read(P.flow, S.links, t, S.links.slot[before], slot, -1)
+        if before >= 0 and end_of(P.flow, S.links, t, before, NO_RUN) > slot:
+            end = last_read(P.flow, S.links, t, S.links.slot[before], slot, NO_RUN)
             penalty += spread(mem, cap, end + 1, slot - 1, -P.size[t])
         else:
             mem[slot] += P.size[t]
@@ -179,8 +180,8 @@ def remove(P: Problem, S: State, node: int) -> None:
     vacate(S, slot)
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
-        if end_of(P.flow, S.links, t, node, -1) > slot:
-            end = end_of(P.flow, S.links, t, copy_before(P.flow, S.links, t, slot), -1)
+        if end_of(P.flow, S.links, t, node, NO_RUN) > slot:
+            end = end_of(P.flow, S.links, t, copy_before(P.flow, S.links, t, slot), NO_RUN)
             penalty += spread(mem, cap, end + 1, slot - 1, P.size[t])
         else:
             mem[slot] -= P.size[t]
@@ -207,7 +208,7 @@ def shift(P: Problem, S: State, node: int, right: int) -> None:
     vacate(S, old)
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
-        if end_of(P.flow, S.links, t, node, -1) == old:
+        if end_of(P.flow, S.links, t, node, NO_RUN) == old:
             mem[old] -= P.size[t]
             mem[new] += P.size[t]
         elif new > old:

@@ -25,6 +25,7 @@ from rematplan.planner.annealing.splitmix64 import below, uniform
 from rematplan.planner.annealing.state import (
     COST,
     HALF,
+    NO_RUN,
     PENALTY,
     PRICE,
     Problem,
@@ -152,7 +153,7 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
         server = copy_before(P.flow, S.links, t, place)
         if S.links.slot[server] >= slot:
             continue
-        end = last_read(P.flow, S.links, t, S.links.slot[server], place, -1)
+        end = last_read(P.flow, S.links, t, S.links.slot[server], place, NO_RUN)
         if end < slot:
             return reader, t, end
     return -1, -1, -1

@@ -23,6 +23,7 @@ from rematplan.planner.annealing.recompute_chains import (
 from rematplan.planner.annealing.splitmix64 import below, uniform
 from rematplan.planner.annealing.state import (
     LOGGED,
+    NO_RUN,
     NO_SLOT,
     PENALTY,
     PRICE,
@@ -90,9 +91,9 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
         before = copy_before(P.flow, S.links, t, stop)
         if before < 0 or S.links.slot[before] >= slot:
             return 0.0, -1
-        end = last_read(P.flow, S.links, t, S.links.slot[before], stop, -1)
+        end = last_read(P.flow, S.links, t, S.links.slot[before], stop, NO_RUN)
         unread = unread and end == S.links.slot[before]
-        if end < slot and end_of(P.flow, S.links, t, before, -1) >= stop:
+        if end < slot and end_of(P.flow, S.links, t, before, NO_RUN) >= stop:
             saved -= S.value[PRICE] * price(S.mem, S.cap, end + 1, stop - 1, -P.size[t])
             server = before
     # The earlier run cannot be removed. The cost of holding the inputs until ``stop`` is not counted.
@@ -144,8 +145,8 @@ def removal(P: Problem, S: State, node: int) -> float:
     rise = -P.cost[op] - S.value[PRICE] * max(0.0, S.mem[slot] - S.cap[slot])
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
         t = P.writes[k]
-        if end_of(P.flow, links, t, node, -1) > slot:
-            end = end_of(P.flow, links, t, copy_before(P.flow, links, t, slot), -1)
+        if end_of(P.flow, links, t, node, NO_RUN) > slot:
+            end = end_of(P.flow, links, t, copy_before(P.flow, links, t, slot), NO_RUN)
             rise += S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
     if rise <= 0.0:
         return float(rise)

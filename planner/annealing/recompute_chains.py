@@ -13,6 +13,7 @@ from rematplan.planner.annealing.splitmix64 import below, uniform
 from rematplan.planner.annealing.state import (
     FREE,
     LOGGED,
+    NO_RUN,
     PRICE,
     RUNS,
     Problem,
@@ -92,7 +93,7 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
             if server < 0:
                 length, cost = insist(P, S, producer, length, cost)
                 continue
-            end = end_of(P.flow, S.links, t, server, -1)
+            end = end_of(P.flow, S.links, t, server, NO_RUN)
             if end >= slot or is_spent(P, S, producer):
                 continue
             # A tensor that is not live is held longer or recomputed: by the price of its memory, or at
@@ -136,7 +137,7 @@ def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
         t = P.reads[k]
         server = copy_before(P.flow, S.links, t, until)
         if server >= 0:
-            end = end_of(P.flow, S.links, t, server, -1)
+            end = end_of(P.flow, S.links, t, server, NO_RUN)
             if slot < end < first:
                 first = end
     return int(S.at[first])
@@ -152,7 +153,7 @@ def supply(P: Problem, S: State, op: int, slot: int) -> float:
         server = copy_before(P.flow, S.links, t, slot)
         if server < 0:
             continue
-        end = end_of(P.flow, S.links, t, server, -1)
+        end = end_of(P.flow, S.links, t, server, NO_RUN)
         if end < slot:
             holding = S.value[PRICE] * price(S.mem, S.cap, end + 1, slot - 1, P.size[t])
             total += min(holding, P.cost[a_maker(P, S, t)])
@@ -220,7 +221,7 @@ def ends_before(P: Problem, S: State, node: int, slot: int) -> bool:
     """
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
-        if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, -1) > S.links.slot[node]:
+        if last_read(P.flow, S.links, P.writes[k], S.links.slot[node], slot, NO_RUN) > S.links.slot[node]:
             return False
     return S.links.prev[node] >= 0 or keeps_order_at(P, S, op, slot)
 

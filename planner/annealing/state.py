@@ -20,6 +20,7 @@ from rematplan.planner.core.array_types import Floats, Ints, Words
 
 NO_CAP = 1e300
 NO_SLOT = 2**62
+NO_RUN = -1  # in place of a run: there is none, or none is left out
 BLOCK = 64  # the number of slots that are searched at once
 NEARBY = 8  # the number of an op's last runs that a search tries, from the last on
 HALF = 0.5  # penalties are whole numbers, so one below this is zero
@@ -199,7 +200,7 @@ def far_run_before(L: Links, op: int, slot: int) -> int:
     node = L.last[begin] if L.last[begin] >= 0 else L.last[op]
     while node >= 0 and L.slot[node] >= slot:
         node = L.prev[node]
-    later = L.next[node] if node >= 0 else -1
+    later = L.next[node] if node >= 0 else NO_RUN
     while later >= 0 and L.slot[later] < slot:
         node, later = later, L.next[later]
     L.last[begin] = node
@@ -209,7 +210,7 @@ def far_run_before(L: Links, op: int, slot: int) -> int:
 @inner
 def copy_before(F: Flow, L: Links, tensor: int, slot: int) -> int:
     """Return the run from which an op at ``slot`` would read ``tensor``; -1 if there is none."""
-    latest, place = -1, -1
+    latest, place = NO_RUN, -1
     for k in range(F.makers_at[tensor], F.makers_at[tensor + 1]):
         node = run_before(L, F.makers[k], slot)
         if node >= 0 and L.slot[node] > place:
@@ -265,7 +266,7 @@ def is_unread(P: Problem, S: State, node: int) -> bool:
     """Return whether no run reads a result of the run ``node`` before it is written again."""
     op = S.op[node]
     for k in range(P.writes_at[op], P.writes_at[op + 1]):
-        if end_of(P.flow, S.links, P.writes[k], node, -1) > S.links.slot[node]:
+        if end_of(P.flow, S.links, P.writes[k], node, NO_RUN) > S.links.slot[node]:
             return False
     return True
 

@@ -305,8 +305,9 @@ def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool)
 def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_last: bool) -> Ints:
     """Return the chain of ``opt[-1, t]`` as indices into the family, from all nodes downwards, without ∅."""
     j = len(family.bytes) - 1
-    found = [j]
-    while True:
+    found = []
+    while j > 0:
+        found.append(j)
         # Any predecessor that explains the entry is correct; the first is taken.
         for i in range(j):
             if not _subset(family.words, i, j):
@@ -316,6 +317,6 @@ def _trace(family: Family, unit: int, budget: int, opt: Ints, t: int, charge_las
             if at >= 0 and opt[i, at] <= budget - _need(family, i, j) and opt[i, at] + more == opt[j, t]:
                 j, t = i, at
                 break
-        if j == 0:
-            return np.array(found)
-        found.append(j)
+        else:
+            raise ValueError("the table has no such chain")
+    return np.array(found)

@@ -44,13 +44,14 @@ FEW, NEAR = 256, 0.03
 """The runs before a cut are bounded for each state if there are at most so many, and the cheapest one is so near to the
 overhead that is to be proven."""
 NOTHING_LENT = 1e30
-"""The cost of a lent byte if no output can be made again, as a share of the base cost."""
+"""The cost of a lent byte if no output can be made again."""
 STEP, LONGEST_STEP, LAST_STEP = 0.01, 0.025, 0.002
 """The first, the largest and the smallest increase of the overhead that is to be proven."""
 
 
 class TailSearch:
-    """The search over the ops ``cuts``, each of which must precede the next, in a problem without inverses.
+    """The search over the ops ``cuts``, each of which must precede the next, in a problem without inverses. All costs
+    are shares of the base cost.
 
     ``first``: an op that must precede them, whose cut bounds what is recomputed before each of them.
     """
@@ -93,6 +94,7 @@ class TailSearch:
     def proves(self, overhead: float, most: int, effort: Effort | None = None) -> tuple[bool, int]:
         """Return whether it is proven that each schedule has at least this overhead, and the branches looked at. If
         ``most`` branches, `STATES` states or ``effort`` do not suffice, return (False, ``most``)."""
+        # A schedule with the overhead h costs 1 + h; what is beyond one run of each needed op is run again.
         rate, looked, again = self.rate, 0, overhead + 1 - self._once(self.order.needed)
         states = States(self._sets([self.graph.outputs]), np.zeros(1), np.zeros(1, np.int64))
         for i in reversed(range(len(self.cuts))):
@@ -118,8 +120,8 @@ class TailSearch:
         return False, looked
 
     def before(self, i: int, held: tuple[str, ...] = ()) -> float:
-        """Return a lower bound of the cost of what is run again before cut ``i``, as a share of the base cost.
-        ``held``: tensors that are resident just before the cut."""
+        """Return a lower bound of the cost of what is run again before cut ``i``. ``held``: tensors that are resident
+        just before the cut."""
         key, first = (i, held), self.first
         if first == self.cuts[i]:
             return 0.0
@@ -133,10 +135,9 @@ class TailSearch:
         return self._before[key]
 
     def _once(self, ops: int) -> float:
-        """Return the cost of running each op of a bit mask once, as a share of the base cost."""
-        return (
-            math.fsum(op.cost for v, op in enumerate(self.graph.ops) if ops >> v & 1) / self.graph.base_cost
-        )
+        """Return the cost of running each op of a bit mask once."""
+        costs = (op.cost for v, op in enumerate(self.graph.ops) if ops >> v & 1)
+        return math.fsum(costs) / self.graph.base_cost
 
     def _interval(self, i: int) -> Interval:
         """Return what can happen from cut ``i`` to the next one, or to the end."""

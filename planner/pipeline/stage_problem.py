@@ -189,12 +189,13 @@ class StageProblem:
             deferred, late = _split_figures(self, schedule, split, later, first, given, saved)
             held, transients = replace(held, **deferred), replace(transients, **late)
         costs = [graph.op[step.op].cost if isinstance(step, Run) else 0.0 for step in schedule]
-        times = [sum(part, 0.0) for part in (costs[:boundary], costs[boundary:split], costs[split:])]
+        parts = costs[:boundary], costs[boundary:split], costs[split:]
+        forward, backward, weights = (sum(part, 0.0) for part in parts)
         return replace(
             self.template.adding(states=self.bytes(self.states)),
             held=held,
             transients=transients,
-            times=ActionTimes(*times, extra=plan.estimate.cost - graph.base_cost),
+            times=ActionTimes(forward, backward, weights, plan.estimate.cost - graph.base_cost),
             plan=plan_to_json(plan),
         )
 

@@ -228,16 +228,19 @@ class Runner:
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
         """At a new training step, replace the entry's plan by a better one that was found, unless a backward is
         pending."""
-        name = next(iter(entry.targets), "")
-        trained, (known, version) = state.named.get(name), self.version
-        # The optimizer has stepped, or the gradients are None.
-        new_step = trained is None or trained.grad is None or (known == name and trained._version != version)
+        new_step = self._is_new_step(entry, state)
+        if new_step and entry.running.improved and not any(w.compiled.pending for w in self.plans.all()):
+            with LOCK.alone():
+                if entry.running.improved:
+                    entry.swap_plan()
+
+    def _is_new_step(self, entry: CacheEntry, state: guards.ModuleState) -> bool:
+        """Return whether gradients are None, or the optimizer has stepped since the last call, whose version of a
+        parameter this call replaces."""
+        name, before = next(iter(entry.targets), ""), self.version
+        trained = state.named.get(name)
         self.version = name, None if trained is None else trained._version
-        if not (new_step and entry.running.improved) or any(w.compiled.pending for w in self.plans.all()):
-            return
-        with LOCK.alone():
-            if entry.running.improved:
-                entry.swap_plan()
+        return trained is None or trained.grad is None or (before[0] == name and before != self.version)
 
     def _begin_training(self, call: Tracing) -> None:
         """Drop the plans, and let a percentage refer to this step, if the percentage was fixed by a prepared call of

@@ -68,45 +68,39 @@ def plan_stages(
     ``steps``: by schedule, the captured step and its problem; ``model``: stored in the result. `UsageError` for
     wrong cuts, a budget above `AMPLE`, or if no schedule is possible; `InfeasibleBudget` if no pipeline fits."""
     chains = {name: named_chain(*priced, asked.cuts or ()) for name, priced in steps.items()}
-    cuts = None
+    cuts: dict[str, Cuts] = {}
     if asked.cuts is not None:
         cuts = {name: chain.positions(asked.cuts) for name, chain in chains.items()}
         if len(asked.cuts) != asked.stages - 1:
             raise UsageError(f"{asked.stages} stages need {asked.stages - 1} cuts, not {len(asked.cuts)}")
-    found = _best(chains, asked, cuts, progress)
+    found = _best(list(_searches(chains, asked, progress)), cuts, asked.seconds)
     name = found.schedule.name
+    names = tuple(chains[name].names[cut] for cut in found.cuts)
     ops = () if name in RECOVERING else stages_ops(steps[name][0], chains[name].chain, found.cuts)
-    return replace(found, model=model, ops=ops)
+    return replace(found, model=model, names=names, ops=ops)
 
 
-def _best(
-    chains: Mapping[str, NamedChain],
-    asked: PipelineRequest,
-    cuts: Mapping[str, Cuts] | None,
-    progress: Progress,
-) -> PlannedPipeline:
-    """Return the pipeline with the least makespan found with the schedules in ``chains``; `InfeasibleBudget` if none
-    fits. ``cuts`` None: searches choose them."""
+def _best(searches: list[PipelineSearch], cuts: Mapping[str, Cuts], seconds: float) -> PlannedPipeline:
+    """Return the pipeline with the least makespan that the searches find in ``seconds``; `InfeasibleBudget` if none
+    fits. ``cuts``: by schedule, those that are given."""
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
-    searches = list(_searches(chains, asked, progress))
     if len(searches) > 1:  # to bound a makespan takes as long as to choose cuts
         searches.sort(key=lambda s: s.least_makespan)
-    effort = Effort(asked.seconds)
+    effort = Effort(seconds)
     for number, search in enumerate(searches):
         if best is not None and search.least_makespan >= best.timeline.makespan:
             break
         # Searches share the time until one succeeds; then each has all that is left, since it may find a better one.
         left = effort.left / (1 if best else len(searches) - number)
         search.planner, search.seconds = _planner(left, search.schedule.ranks), left
-        name = search.schedule.name
         try:
-            found = search.run(None if cuts is None else cuts[name])
+            found = search.run(cuts.get(search.schedule.name))
         except InfeasibleBudget as error:
             refused.append(error)
             continue
         if best is None or found.timeline.makespan < best.timeline.makespan:
-            best = replace(found, names=tuple(chains[name].names[cut] for cut in found.cuts))
+            best = found
     if best is None:
         raise min(refused, key=lambda error: error.smallest)
     return best

@@ -49,26 +49,24 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """Call the inner module on the batch. If it assigns a new tensor to a buffer, copy that into the buffer. Set
-        `outputs` to the number of its results. Return these and the assertions' empty tensors. ``given``: the batch,
-        then `counts` tensors that only carry numbers. Until `replaced` is closed, the inner module has the traced
-        tensors."""
+        """Call the inner module on the batch, and return its results and the assertions' empty tensors. ``given``: the
+        batch, then `counts` tensors that only carry numbers."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         inner = self.__dict__["inner"]
-        state = {slot: getattr(self, short) for slot, short in self.short_of.items()}
-        if self.decisions:
-            buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
-            sizes = [carrier.shape[0] for carrier in carriers]
-            self.decisions.begin(
-                {name.removeprefix("model."): t for name, t in buffers.items()}, batch, sizes
-            )
-        leaves = [*self.parameters(), *batch]
+        buffers = {self.names[short]: getattr(self, short) for short in self._buffers}
         self.assertions.begin()
         if self.finite:
             self.finite.begin()
-        # A backward that calls the module again (an ODE's adjoint) must find the same tensors in it.
+        if self.decisions:
+            own = {name.removeprefix("model."): t for name, t in buffers.items()}
+            self.decisions.begin(own, batch, [carrier.shape[0] for carrier in carriers])
+        # The inner module has the traced tensors until `replaced` is closed: a backward that calls the module again (an
+        # ODE's adjoint) must find them in it.
+        leaves = [*self.parameters(), *batch]
         self.replaced.close()
-        self.replaced.enter_context(replaced(inner, state))
+        self.replaced.enter_context(
+            replaced(inner, {slot: getattr(self, short) for slot, short in self.short_of.items()})
+        )
         self.replaced.enter_context(written_data([*leaves, *self.buffers()]))
         with (
             Checks(self.assertions, self.finite) as checks,
@@ -77,6 +75,7 @@ class UntiedModule(nn.Module):
             lists_of_tensors_stacked(),
         ):
             results = inner(*batch)
+        # New tensors that the forward assigned to buffers are copied into these.
         left = slots(inner)
         for slot, short in self.short_of.items():
             _renew(slot, getattr(self, short), left.get(slot))

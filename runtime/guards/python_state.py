@@ -28,13 +28,7 @@ from rematplan.runtime.guards.containers import (
     refill,
     unchanged_content,
 )
-from rematplan.runtime.guards.counted_numbers import (
-    Counting,
-    Expression,
-    Variable,
-    expression_of,
-    plain,
-)
+from rematplan.runtime.guards.counted_numbers import Counting, Expression, Variable, expression_of, plain
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_iterator
 from rematplan.runtime.guards.namespace import Namespace
@@ -326,40 +320,46 @@ class PythonState:
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
         """Return the change of a name that has another value now, and the value; None if the change is ``remove`` or
         ``count``. Decide how a guard checks the name."""
-        namespace = self.namespaces[at]
+        namespace, one = self.namespaces[at], (at, name)
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:
-            self.guarded.add((at, name))
+            self.guarded.add(one)
             return Write(namespace.place, name, "remove", read=True), None
-        if (at, name) in self.counted:
-            expression = expression_of(now) if namespace.uses else self.counted[at, name]
-            self.numbers.append((at, name))
-            if not any(v.name == name and v.place is namespace.place for v in self.counting.revealed):
-                self.unguarded.add((at, name))
-                if type(now) is ReadNumber:
-                    return Write(namespace.place, name, "number"), now
-                return Write(namespace.place, name, "count", expression), None
-        elif (
-            type(before) in _NUMBERS
-            and type(now) in (type(before), ReadNumber)
-            and set(self._all_uses(at, name)) == {COUNTED}
+        if one in self.counted or self._only_counts(one, before, now):
+            self.numbers.append(one)
+        is_number = type(now) is ReadNumber
+        if one in self.counted and not any(
+            v.name == name and v.place is namespace.place for v in self.counting.revealed
         ):
-            self.numbers.append((at, name))
-        if before is not UNSET and set(self._all_uses(at, name)) == {TESTED}:
-            self.unguarded.add((at, name))
+            self.unguarded.add(one)
+            if is_number:
+                return Write(namespace.place, name, "number"), now
+            expression = expression_of(now) if namespace.uses else self.counted[one]
+            return Write(namespace.place, name, "count", expression), None
+        self._sort(one, before, now)
+        how = "number" if is_number else "set"
+        return Write(namespace.place, name, how, read=one in self.guarded), copied(plain(now))
+
+    def _only_counts(self, one: tuple[int, str], before: Any, now: Any) -> bool:
+        """Return whether the next run may count with a number that this run was not prepared to count with."""
+        numbers = type(before) in _NUMBERS and type(now) in (type(before), ReadNumber)
+        return numbers and set(self._all_uses(*one)) == {COUNTED}
+
+    def _sort(self, one: tuple[int, str], before: Any, now: Any) -> None:
+        """Decide whether a guard checks a name that is set, with what ``conditions``, and whether it is ``settled``."""
+        namespace, name = self.namespaces[one[0]], one[1]
+        if before is not UNSET and set(self._all_uses(*one)) == {TESTED}:
+            self.unguarded.add(one)
             self.conditions.append(IsNone(namespace.place, name, before is None))
             if before is None and now is not None:
-                self.filled.add((at, name))
-        elif self._is_fresh(at, name) or name in BOOKKEEPING:
-            self.unguarded.add((at, name))
+                self.filled.add(one)
+        elif self._is_fresh(*one) or name in BOOKKEEPING:
+            self.unguarded.add(one)
         else:
-            self.guarded.add((at, name))
-            inside = (self.contents.get(id(one)) for one in containers_in(before))
+            self.guarded.add(one)
+            inside = (self.contents.get(id(part)) for part in containers_in(before))
             if same(now, before) and all(known and unchanged_content(*known) for known in inside):
-                self.settled.add((at, name))
-        read = (at, name) in self.guarded
-        how = "number" if type(now) is ReadNumber else "set"
-        return Write(namespace.place, name, how, read=read), copied(plain(now))
+                self.settled.add(one)
 
     def _is_fresh(self, at: int, name: str) -> bool:
         """Return whether the forward sets a name before it reads it, or does not read it."""
@@ -387,23 +387,17 @@ class PythonState:
         return aliases
 
     def _refilled(
-        self, container: Any, aliases: Sequence[_Alias], written: set[tuple[int, str]]
+        self, container: Any, aliases: list[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
         """Return the change of a container whose content the forward changed, under one alias's name. Return no change
         if that name is in ``written``; else add the name there. `ModelError` if a guard must compare the content and it
         is too large."""
         aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
-        uses = {
-            use
-            for alias in aliases
-            for use in (self._all_uses(alias.at, alias.name) if alias.direct else self._nested(alias))
-        }
         known = [alias for alias in aliases if self._all_uses(alias.at, alias.name)]
-        direct = sorted(
-            (alias for alias in aliases if alias.direct),
-            key=lambda alias: self.namespaces[alias.at].owner is None,
-        )
-        alias = (direct or list(aliases))[0]
+        uses = {use for a in known for use in (self._all_uses(a.at, a.name) if a.direct else (READ,))}
+        direct = [alias for alias in aliases if alias.direct]
+        direct.sort(key=lambda alias: self.namespaces[alias.at].owner is None)
+        alias = (direct or aliases)[0]
         namespace, names = self.namespaces[alias.at], {(one.at, one.name) for one in aliases}
         how, items = "", None
         if uses and uses <= _WRITES | {FRESH} and direct:
@@ -427,9 +421,6 @@ class PythonState:
             return [(Write(namespace.place, alias.name, "add"), items)]
         write = Write(namespace.place, alias.name, "refill", read=not names <= self.unguarded)
         return [(write, copied(namespace.before[alias.name]))]
-
-    def _nested(self, alias: _Alias) -> Collection[str]:
-        return (READ,) if self._all_uses(alias.at, alias.name) else ()
 
     def _without_content(self, container: Any, uses: set[str], direct: Sequence[_Alias]) -> tuple[str, Any]:
         """Return how to change a container of whose earlier content nothing is read: "add" with the items, "whole" for

@@ -64,8 +64,11 @@ def splittable(step: CapturedStep, regions: Iterable[SplitRegion]) -> tuple[Spli
 
 
 class _Splitter(SumEmitter):
-    """Builds the new step. Calls are emitted after all calls on whose results they depend. ``step``: the step.
-    ``bounds``: by region, the result of `bounds_of`."""
+    """Builds the new step for ``bounds``, by region the result of `bounds_of`.
+
+    A call is emitted after what it reads, which is made on demand: `_need` makes a whole value, `_part` a part. A
+    region's calls are emitted together, part after part; `_join` makes a whole result of the parts.
+    """
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
         super().__init__(step, next(iter(bounds)))
@@ -131,16 +134,17 @@ class _Splitter(SumEmitter):
             return
         block, region, began = self.block[call.name], self.region_of[call.name], len(self.calls)
         self.emitted.update(c.name for c in block)
-        if region in self.early:
+        early = region in self.early
+        if early:
             self._start_early(region)
         for part in self.parts[region]:
             for one in block:
                 self._run(one, part)
-        if region in self.early:
+        if early:
             self._end_early(region)
         for loss in region.losses.intersection(r for c in block for r in c.made):
             self._need(loss)
-        if region in self.early:
+        if early:
             self.hoisted.update(c.name for c in self.calls[began:])
 
     def _need(self, value: str) -> None:
@@ -215,15 +219,13 @@ class _Splitter(SumEmitter):
         rule = rule_of(self.step, call)
         mean = rule.mean if rule else None
         run = mean.call if mean else call
-        args, kwargs = substitute((run.args, run.kwargs), Ref)
-        args = self._with_shapes(call, rule, args, spans, part)
 
         def own(value: str) -> Ref:
             if value in spans:
                 return Ref(self._part(value, part))
             return Ref(self._whole_operand(value, part.region))
 
-        args, kwargs = substitute((args, kwargs), own)
+        args, kwargs = substitute((self._with_shapes(call, rule, run.args, spans, part), run.kwargs), own)
         if LOSS in states.values():
             args = (*args[:3], 0, *args[4:])
         results = list(call.made)

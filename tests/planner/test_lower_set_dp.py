@@ -178,3 +178,12 @@ def test_problems_of_more_than_64_nodes_are_solved():
             assert time == t
     # Block i, with i boundaries cached, may hold (B − i)/2 nodes; over i < B these sum to B²/4 = n.
     assert dp.least_budget() == pytest.approx(2 * nodes**0.5, abs=3)
+
+
+def test_a_ticks_entry_without_a_chain_is_refused() -> None:
+    view = random_view(Random(1), 4)
+    masks = lower_sets(view, 300, "x")
+    table = prepare(view, masks, TICKS, charge_last=True).solve(10**9)
+    wrong = replace(table, opt=table.opt + np.arange(len(masks))[:, None])
+    with pytest.raises(ValueError, match="no such chain"):
+        wrong.chain(table.times()[0])
