@@ -94,7 +94,7 @@ class SearchJob:
             yield from self._take(known)
             return
         compile_kernels()  # before the clock starts
-        self.found += self.store.kept(self.problem)
+        self.found += self.store.saved(self.problem)
         spent, at = 0.0, 0
         while at < len(SHARES) and spent < self.limit:
             began = time.thread_time()

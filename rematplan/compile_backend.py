@@ -35,7 +35,7 @@ from rematplan.runtime.graph.compat import (
     unset_fake_temporarily,
 )
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.problem.constraints import stated_policy
+from rematplan.runtime.problem.policy import stated_policy
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.symbolic_halves import fill, give_sizes
 

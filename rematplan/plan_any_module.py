@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from rematplan.ir import UsageError
-from rematplan.module.first_plan_check import check_first_plan
 from rematplan.module.plan_access import Planning, deferred_backwards, runner_of, watch_backwards
 from rematplan.module.planned_module import planned_module
 from rematplan.module.shape_options import DynamicShapes, ShapeOptions
 from rematplan.module.size_range_proof import prove_ranges
+from rematplan.module.untested_torch import check_untested_torch
 from rematplan.parts.whole_or_parts import WholeOrParts
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Strategy
@@ -32,7 +32,7 @@ from rematplan.plans.options import (
 from rematplan.plans.planner import Planner
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.compiled_plan import finish_backward
-from rematplan.runtime.problem.constraints import stated_policy
+from rematplan.runtime.problem.policy import stated_policy
 from rematplan.runtime.statistics.options import Kronecker
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def make_first_plans(
     runner = runner_of(planned)
     prove_ranges(planned, runner.planner, asked.shapes, model, args, kwargs)
     tolerance = FIRST_CHECK_TOLERANCE if asked.options.rounds else 0.0
-    check_first_plan(model, planned, tuple(args), kwargs, tolerance)
+    check_untested_torch(model, planned, tuple(args), kwargs, tolerance)
 
 
 def finish_weights(planned: nn.Module) -> int:

@@ -239,7 +239,7 @@ class _Lowering:
         # For the second thread: perhaps no move leads lower from the leanest plan.
         rest = [runs for runs in starts if runs != least]
         lower = [
-            partial(_lower, search, [least, *rest] if k == 0 else rest, self.enough)
+            partial(_lower_peak, search, [least, *rest] if k == 0 else rest, self.enough)
             for k, search in enumerate(searches)
         ]
         self._in_threads(searches, lower, PEAK_SEARCH.descents)
@@ -307,7 +307,7 @@ def _peak_of(search: Search) -> float:
     return math.inf if search.smallest is None else search.smallest.estimate.peak
 
 
-def _lower(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
+def _lower_peak(search: Search, starts: Sequence[Sequence[str]], enough: int, effort: Effort) -> None:
     """Lower the smallest peak of ``search`` by descents from ``starts``. End after several in a row that gain nothing,
     with a peak within the budget of ``search`` or ``enough`` bytes, or when the effort is over."""
     search.prepare(starts)

@@ -162,7 +162,7 @@ def _chain(graph: TrainingGraph, ix: Indexed, forward: Groups) -> BlockChain:
     free = [t for t, p in enumerate(ix.producer) if p in block and not (ix.is_output[t] or once[t])]
     last = {t: max((block[r] for r in ix.readers[t] if r in block), default=-1) for t in free}
     least = MINOR * sum(ix.bytes[t] for t in free) / max(1, len(forward))
-    stage_of = _stages(ix, block, {t: r for t, r in last.items() if ix.bytes[t] >= least}, len(forward))
+    stage_of = _stage_by_op(ix, block, {t: r for t, r in last.items() if ix.bytes[t] >= least}, len(forward))
     for o, k in stage_of.items():
         for t in ix.reads[o]:
             if t in last:
@@ -211,7 +211,9 @@ def _costs(ix: Indexed, blocks: Groups) -> Floats:
     return np.array([math.fsum(ix.cost[o] for o in ops) for ops in blocks], dtype=np.float64)
 
 
-def _stages(ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int) -> dict[int, int]:
+def _stage_by_op(
+    ix: Indexed, block: Mapping[int, int], last: Mapping[int, int], blocks: int
+) -> dict[int, int]:
     """Return, by position of each backward op, the first stage in which the tensors of ``last`` that it reads are
     resident and the backward ops that it follows have run. An op that reads none of these tensors, and writes more
     bytes than it reads, is in the stage of its first dependent. ``block``: by forward op. ``last``: by forward tensor

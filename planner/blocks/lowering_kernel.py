@@ -19,7 +19,7 @@ def lowered(traffic: CSRGraph, block: Ints, blocks: int, kept: Flags) -> Ints:
     for o in range(ops):
         if traffic.forward[o] and block[o] == blocks - 1:
             resident[_writes(traffic, o)] = True
-    stage = _stages(traffic, block, kept)
+    stage = _stage_by_op(traffic, block, kept)
     # A forward op runs at most twice, because recomputed tensors count as resident.
     runs = np.empty(2 * ops, dtype=np.int64)
     count = 0
@@ -57,7 +57,7 @@ def _writes(traffic: CSRGraph, op: int) -> Ints:
 
 
 @kernel
-def _stages(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
+def _stage_by_op(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
     """Return the stage of each backward op: the smallest block whose freed results it needs, directly or through
     earlier backward ops. An op that needs none has the largest stage of its dependents. Backward ops run by falling
     stage; the entries of forward ops mean nothing."""

@@ -42,7 +42,7 @@ def cut_start(
         found = network.minimum(price)
         if found is None:
             break
-        runs = _lower(graph, cut, found.again)
+        runs = _recomputing(graph, cut, found.again)
         peak, cost = evaluate_runs(graph, runs)
         if peak <= budget:
             high = price
@@ -55,7 +55,7 @@ def cut_start(
     return None if best is None else [graph.ops[o].name for o in best[1]]
 
 
-def _lower(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
+def _recomputing(graph: TrainingGraph, cut: int, again: Sequence[int]) -> Ints:
     """Return the positions of the runs that free the results of the ops ``again`` after the forward and recompute them
     when needed. Results that the op ``cut`` reads, or that may be computed only once, stay."""
     traffic = traffic_of(graph)

@@ -90,7 +90,7 @@ class PlanStore:
         self._latest = [*self._latest, (problem.structure, plan)][-NEAREST:]
         self.family(problem).add(problem, plan)
         if lasting:
-            self.keep(problem, plan, seconds)
+            self.save(problem, plan, seconds)
 
     def refuse(self, problem: TrainingGraph, error: InfeasibleBudget, seconds: float) -> None:
         """Record in memory that no plan was found within the error's budget, and add the error's plans to the problem's
@@ -155,7 +155,7 @@ class PlanStore:
             return ()
         return family.starts(problem, budget, STARTS)
 
-    def kept(self, problem: TrainingGraph) -> tuple[Plan, ...]:
+    def saved(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return the plans on disk for a problem, then those for it without inverses."""
         plain = (replace(problem, inverses=()),) if problem.inverses else ()
         return tuple(plan for one in (problem, *plain) for plan in _read(_file(one), problem).plans)
@@ -179,7 +179,7 @@ class PlanStore:
         bound = min(floor, overhead) if math.isfinite(floor) else None
         return replace(best, budget=budget, lower_bound=bound)
 
-    def keep(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
+    def save(self, problem: TrainingGraph, plan: Plan, seconds: float = 0.0) -> None:
         """Write a plan to the problem's file and, if the plan states a budget, its search of so many ``seconds``.
         Dominated plans, plans beyond the limits, and the oldest files of other problems are removed."""
         file = _file(problem)

@@ -15,8 +15,8 @@ from typing import Any
 from rematplan.module.forward_capture import Tracing
 from rematplan.module.least_recently_used import LeastRecentlyUsed
 from rematplan.module.plan_swaps import Running
-from rematplan.module.steps import Steps
 from rematplan.module.symbolic_forward import Instance
+from rematplan.module.unplanned_step import UnplannedStep
 from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
@@ -38,7 +38,7 @@ class CacheEntry:
     compiled plan, `ArgumentLeaf` for a leaf of the arguments, `ModuleTensor` for a parameter or buffer of the model."""
     guard: guards.Guard
     """The check that everything that the forward read while it was traced, except its arguments, is unchanged."""
-    steps: Steps
+    unplanned: UnplannedStep
     """The captured step, without statistics and before the planner changed it."""
     instance: Instance | None = None
     """The sizes of the call in a capture with symbolic sizes; None without such a capture."""
@@ -83,11 +83,11 @@ class CacheEntry:
         return self
 
     def planned_again(
-        self, made: StepPlan, steps: Steps, statistics: StatisticsStep | None = None
+        self, made: StepPlan, unplanned: UnplannedStep, statistics: StatisticsStep | None = None
     ) -> CacheEntry:
         """Return an entry for the same calls with another step and plan. It also serves gradients of earlier steps, if
         the plan ``made`` counts some."""
-        other = replace(self, running=Running.of(made), steps=steps, statistics=statistics)
+        other = replace(self, running=Running.of(made), unplanned=unplanned, statistics=statistics)
         other = replace(other, with_gradients={}, measured=[])
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
 

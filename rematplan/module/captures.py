@@ -21,9 +21,9 @@ from rematplan.module.capture_lock import LOCK
 from rematplan.module.forward_capture import Tracing
 from rematplan.module.plan_swaps import Running
 from rematplan.module.sized_plans import SizedPlans
-from rematplan.module.steps import Steps
 from rematplan.module.symbolic_forward import Found, Instance
 from rematplan.module.symbolic_shapes import OpenShapes
+from rematplan.module.unplanned_step import UnplannedStep
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
@@ -84,7 +84,7 @@ class Captures:
 
     def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
         """Return a new cache entry for a call: with a plan of other sizes if one is known to fit, else with a plan of
-        its own. ``arrived``: as in `Steps`."""
+        its own. ``arrived``: as in `UnplannedStep`."""
         shapes = self._of_call(tracing)
         known = self._with_known_plan(shapes, tracing, arrived)
         if known is not None:
@@ -153,7 +153,7 @@ class Captures:
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
         """Return an entry with a plan of other sizes, without making the step of the call's sizes; None if no plan is
-        known to fit. ``arrived``: as in `Steps`."""
+        known to fit. ``arrived``: as in `UnplannedStep`."""
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes
             with suppress(NotSymbolic):
@@ -161,11 +161,11 @@ class Captures:
                 found = plans.carried(sizes, tracing.batch)
                 if found is not None:
                     shapes.carry(forward)
-                    steps = Steps(instance.step, arrived)
-                    running = _running(found, plans, instance, steps)
+                    unplanned = UnplannedStep(instance.step, arrived)
+                    running = _running(found, plans, instance, unplanned)
                     constants = forward.constants_at(sizes)
                     return CacheEntry(
-                        running, forward.outputs, constants, guard, steps, instance, carried=True
+                        running, forward.outputs, constants, guard, unplanned, instance, carried=True
                     )
         return None
 
@@ -179,14 +179,14 @@ class Captures:
         adding = planner.adding_to_gradients(plan, held, names) if instance else None
         learn = None
         if instance is not None and adding is not None:
-            plans = instance.forward.plans((entry.steps.arrived, names, held), self.most)
+            plans = instance.forward.plans((entry.unplanned.arrived, names, held), self.most)
             learn = partial(plans.learn, instance.sizes, instance.batch, carrier=adding)
             with suppress(NotSymbolic):
                 found = plans.carried(instance.sizes, instance.batch)
                 if found is not None:
-                    running = _running(found, plans, instance, entry.steps)
+                    running = _running(found, plans, instance, entry.unplanned)
                     return replace(entry, running=running, carried=True, with_gradients={})
-        made = planner.with_gradients(entry.steps.captured, plan, held, names)
+        made = planner.with_gradients(entry.unplanned.captured, plan, held, names)
         if made is None:
             return entry
         if learn and made.spare and made.problem:
@@ -202,22 +202,22 @@ class Captures:
         arrived: frozenset[str],
     ) -> CacheEntry:
         """Plan a captured forward, and return its cache entry; `ModelError` if an output could not be captured. If
-        plans may serve other sizes, the forward's problem is learned for them. ``arrived``: as in `Steps`."""
+        plans may serve other sizes, the forward's problem is learned for them. ``arrived``: as in `UnplannedStep`."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]
         if [int(o.target) for o in outputs] != list(range(forward.count)):
             raise ModelError(f"{forward.step.name}: an output could not be captured")
-        steps, compile_, instance = Steps.of(forward.step, captured), None, forward.instance
+        unplanned, compile_, instance = UnplannedStep.of(forward.step, captured), None, forward.instance
         if instance is not None:
-            steps = Steps(instance.step, arrived)
+            unplanned = UnplannedStep(instance.step, arrived)
             if found.carries:
                 plans = instance.forward.plans(arrived, self.most)
                 _learn(plans, instance, found, shapes, planner, arrived)
                 _learn_around(plans, instance, planner, arrived)
-                compile_ = _compiler(plans, instance, steps)
+                compile_ = _compiler(plans, instance, unplanned)
         running = Running.of(found, compile_)
-        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, steps, instance)
+        entry = CacheEntry(running, forward.outputs, forward.constants, forward.guard, unplanned, instance)
         trained = frozenset(name for name, t in state.named.items() if t.requires_grad)
         return entry.counting(found.gradients, trained)
 
@@ -263,16 +263,16 @@ def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arriv
                 planner.plan_ahead(problem)
 
 
-def _running(found: StepPlan, plans: SizedPlans, instance: Instance, steps: Steps) -> Running:
+def _running(found: StepPlan, plans: SizedPlans, instance: Instance, unplanned: UnplannedStep) -> Running:
     """Return a plan of other sizes in compiled form for the batch of ``instance``."""
-    running = Running.of(found, _compiler(plans, instance, steps))
+    running = Running.of(found, _compiler(plans, instance, unplanned))
     running.compiled.first_runs.pass_all()
     return running
 
 
 def _compiler(
-    plans: SizedPlans, instance: Instance, steps: Steps
+    plans: SizedPlans, instance: Instance, unplanned: UnplannedStep
 ) -> Callable[[StepPlan], CompiledPlan] | None:
     """Return a function that compiles plans for the batch of ``instance``, each schedule once for all sizes; None if
     that is impossible."""
-    return plans.compiler(instance.sizes, lambda: steps.captured)
+    return plans.compiler(instance.sizes, lambda: unplanned.captured)

@@ -27,8 +27,8 @@ from rematplan.runtime.capture.hidden_tensors import (
     check_no_hidden_tensors,
     hides_tensors,
 )
-from rematplan.runtime.capture.host_random import check_default_generator, no_host_draws
 from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
+from rematplan.runtime.capture.unrepeatable_draws import check_default_generator, no_host_draws
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn

@@ -22,7 +22,7 @@ from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.existing_gradients import existing_gradients, gradient_storage
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.shape_options import ShapeOptions
-from rematplan.module.steps import Steps
+from rematplan.module.unplanned_step import UnplannedStep
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import (
@@ -290,11 +290,13 @@ class Runner:
         if not entry.measured:
             with LOCK.alone():
                 if not entry.measured:
-                    found = with_statistics(entry.steps.whole, recorder.options, recorder.draws)
+                    found = with_statistics(entry.unplanned.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
                     first = not any(w.measured for w in self.plans.plain())
                     made = self.planner.plan(captured, first=first)
-                    again = entry.planned_again(made, Steps.of(entry.steps.whole, captured), statistics=found)
+                    again = entry.planned_again(
+                        made, UnplannedStep.of(entry.unplanned.whole, captured), statistics=found
+                    )
                     entry.measured.append(again)
         self.last = entry.measured[0]
         return self.last
@@ -370,9 +372,9 @@ class Runner:
             for known in self.plans.of_forward(entry):
                 if not known.compiled.like.left_out & self.arrived:
                     return known
-            captured = with_expected_tangents(entry.steps.whole, self.arrived)
+            captured = with_expected_tangents(entry.unplanned.whole, self.arrived)
             made = self.planner.plan(captured)
-            found = entry.planned_again(made, Steps.of(entry.steps.whole, captured))
+            found = entry.planned_again(made, UnplannedStep.of(entry.unplanned.whole, captured))
             self.plans.replace(found)
         return found
 

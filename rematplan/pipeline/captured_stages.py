@@ -24,11 +24,11 @@ from rematplan.runtime.capture.output_storages import with_own_outputs
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.stage_modules import StageModule
-from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.earlier_gradients import end_of_first_segment
 from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
+from rematplan.runtime.problem.policy import ops_that_run_once
 from rematplan.runtime.problem.random_states import without_unused_states
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 

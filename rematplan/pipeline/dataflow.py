@@ -34,10 +34,10 @@ from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
 from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
 from rematplan.runtime.pipeline.random_seeds import STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
-from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.earlier_gradients import adding_problem, earlier_gradients
 from rematplan.runtime.problem.loss_boundary import LOSS
 from rematplan.runtime.problem.loss_memory import LossMemory
+from rematplan.runtime.problem.policy import ops_that_run_once
 
 STATES = ("parameter", "buffer", "constant", LIBRARIES)
 """The kinds of inputs that exist during the whole step."""

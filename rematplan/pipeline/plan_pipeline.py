@@ -41,8 +41,8 @@ from rematplan.plans.planner import Planner
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
-from rematplan.runtime.problem.constraints import check_names, stated_policy
 from rematplan.runtime.problem.loss_memory import LossMemory
+from rematplan.runtime.problem.policy import check_names, stated_policy
 
 AUTO = "auto"
 

@@ -195,7 +195,7 @@ def plan_within(
         plan = _plan_or_lower(strategy, graph, budget, progress, known_ones, stored)
     except InfeasibleBudget as error:
         for known_one in error.plans if strategy.lasting else ():
-            store.keep(graph, known_one)
+            store.save(graph, known_one)
         known = "proven" if budget < min_peak_bound(graph).bytes else error.known
         error = replace(error, budget=budget, known=known, floor=floor_text(graph))
         store.refuse(graph, error, limit)
@@ -248,7 +248,7 @@ def _plan_or_lower(
 
 def stored_plans(strategy: Strategy, graph: TrainingGraph, store: PlanStore) -> tuple[Plan, ...]:
     """Return the stored plans of a problem: those in memory, then those on disk if the strategy uses plans on disk."""
-    return (*store.nearest(graph), *(store.kept(graph) if strategy.lasting else ()))
+    return (*store.nearest(graph), *(store.saved(graph) if strategy.lasting else ()))
 
 
 def least_plan(

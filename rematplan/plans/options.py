@@ -21,7 +21,7 @@ from rematplan.plans.op_costs import known_costs
 from rematplan.plans.two_lane_plans import OFF
 
 if TYPE_CHECKING:
-    from rematplan.runtime.problem.constraints import Policy
+    from rematplan.runtime.problem.policy import Policy
 
 RAISE, LEAST, EAGER = "raise", "least", "eager"
 INSTEAD = (RAISE, LEAST, EAGER)

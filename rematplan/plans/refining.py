@@ -1,5 +1,5 @@
-"""Searches for a better plan while training runs: in another process (`Refining`), or among plans found at other
-sizes (`Rechoosing`)."""
+"""A plan together with its step (`StepPlan`), and searches for a better one while training runs: in another process
+(`Refining`), or among plans found at other sizes (`Rechoosing`)."""
 
 from __future__ import annotations
 

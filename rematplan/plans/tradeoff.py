@@ -64,7 +64,7 @@ def trace_curves(
             notes.append(str(error))
             continue
         for plan in plans if strategy.lasting else ():
-            store.keep(graph, plan)
+            store.save(graph, plan)
         if plans:
             found[name] = plans
         else:

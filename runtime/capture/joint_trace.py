@@ -21,7 +21,6 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.host_random import no_host_draws, no_seeding
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
@@ -36,6 +35,7 @@ from rematplan.runtime.capture.patches.tangent_strides import tangents_strided_a
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.read_fx import read_joint_graph
 from rematplan.runtime.capture.restore_state import check_no_sizes_kept, same_attributes
+from rematplan.runtime.capture.unrepeatable_draws import no_host_draws, no_seeding
 from rematplan.runtime.capture.untied_module import UntiedModule
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.code_line import code_line

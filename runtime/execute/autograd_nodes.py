@@ -1,7 +1,7 @@
 """A call of a compiled plan as nodes of the autograd graph, one for each segment of the backward half.
 
 The first runs the forward half. An empty tensor links each further node to the one before, so that autograd runs its
-backward next; values pass between them in a `PlanCall`.
+backward next; values pass between them in a `ForwardAndBackward`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rematplan.runtime.graph.compat import DelayedError, keeps_graph
 
 def as_nodes(call: Any, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run the forward half of a call, and return the module's outputs as nodes of the autograd graph. ``call``: a
-    `PlanCall`. ``inputs``: the step's, without tangents, in order."""
+    `ForwardAndBackward`. ``inputs``: the step's, without tangents, in order."""
     plan = call.plan
     link = torch.empty(0, device=plan.like.device)
     for k in range(len(plan.wanting) - 1, 0, -1):
@@ -81,7 +81,7 @@ class _ForwardNode(torch.autograd.Function):
 
 class _BackwardSegment(torch.autograd.Function):
     """An autograd node whose backward runs one later segment of the backward half, and whose forward computes nothing.
-    Segments of the second part of a split backward wait in `PlanCall.deferred` for `finish_backward` instead."""
+    Segments of the second part of a split backward wait in `ForwardAndBackward.deferred` for `finish_backward`."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, k: int, link: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A compiled plan that takes part in autograd, and each call of it, from the forward to the end of the backward.
 
-`PlanCall` also refuses a backward if tensors were changed in place since the forward.
+A call is a `ForwardAndBackward`, which also refuses a backward if tensors were changed in place since the forward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CompiledPlan:
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
         self.wanting = [[of[o.kind, o.target] for o in segment.outputs] for segment in halves.backward]
         """For each segment of the backward, the positions in ``inputs`` of the tensors whose gradients it computes."""
-        self.calls: WeakSet[PlanCall] = WeakSet()
+        self.calls: WeakSet[ForwardAndBackward] = WeakSet()
 
     @property
     def step(self) -> CapturedStep:
@@ -119,11 +119,11 @@ class CompiledPlan:
     ) -> tuple[torch.Tensor, ...]:
         """Run the forward half, copy new content into the buffers, and return the module's outputs as nodes of the
         autograd graph. ``named``: parameters and buffers; ``batch``: the module's tensor arguments; ``with_tangents``
-        and later arguments: as in `PlanCall`."""
+        and later arguments: as in `ForwardAndBackward`."""
         pools = (named, batch, self.like.constants)
         inputs = [pools[pool][key] for pool, key in self.sources]  # type: ignore[index]
         waiting = [] if deferred is None else deferred
-        call = PlanCall(self, named, inputs, with_tangents, statistics, waiting, retained)
+        call = ForwardAndBackward(self, named, inputs, with_tangents, statistics, waiting, retained)
         self.calls.add(call)
         return as_nodes(call, inputs)
 
@@ -144,13 +144,13 @@ WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]
 """A function from positions of outputs (as text) to the plan of the same step that also takes the gradients of these
 outputs."""
 
-Deferred: TypeAlias = "list[PlanCall]"
+Deferred: TypeAlias = "list[ForwardAndBackward]"
 """Forwards whose backward has run only its first part, in the order of these backwards. `finish_backward` runs the
 second part, which computes gradients of weights."""
 
 
 @dataclass(eq=False)
-class PlanCall:
+class ForwardAndBackward:
     """One forward of a compiled plan and its backward: what the forward leaves for the backward, and each segment of
     the backward for the next segment."""
 
@@ -289,7 +289,7 @@ class PlanCall:
         assert self.with_tangents is not None
         self.rerun.check(self.plan.like.name)
         plan = self.with_tangents(arrived)
-        again = PlanCall(plan, {}, self.rerun.inputs, statistics=self.statistics)
+        again = ForwardAndBackward(plan, {}, self.rerun.inputs, statistics=self.statistics)
         with self.rerun.as_before():
             again._forward_half()
         tangents = again.begin(gradients, kept=False)
@@ -341,7 +341,7 @@ class PlanCall:
         return segments[k].still_read if k < len(segments) else ()
 
 
-def finish_backward(call: PlanCall) -> None:
+def finish_backward(call: ForwardAndBackward) -> None:
     """Run the segments that a split backward left out, which compute gradients of weights, and add these gradients to
     the ``.grad`` of the parameters. ``call`` is not removed from its list `Deferred`."""
     plan = call.plan

@@ -11,10 +11,10 @@ from torch.fx.traceback import preserve_node_meta
 
 from rematplan.ir import ModelError, first_line
 from rematplan.runtime.capture.capture import check_traceable
-from rematplan.runtime.capture.host_random import no_host_draws
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
 from rematplan.runtime.capture.patches.trace_costs import no_collection
+from rematplan.runtime.capture.unrepeatable_draws import no_host_draws
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.export_regions import without_regions
 from rematplan.runtime.pipeline.unrecorded_backwards import refuse_unrecorded_backwards

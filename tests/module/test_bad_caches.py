@@ -133,8 +133,8 @@ plans = ApproxDP().curve(graph, ())
 print("ready", flush=True)
 sys.stdin.readline()
 for k in range(40):
-    PlanStore().keep(graph, plans[k % len(plans)], 1.0)
-    assert PlanStore().kept(graph)
+    PlanStore().save(graph, plans[k % len(plans)], 1.0)
+    assert PlanStore().saved(graph)
 """
 
 

@@ -306,7 +306,7 @@ def test_a_plan_of_another_process_is_used_without_a_search(elsewhere: Elsewhere
     first = planned(Network())
     problem, budget, _ = elsewhere.searches[0]
     best = elsewhere.find()
-    first._rematplan.planner.store.keep(problem, replace(best, budget=budget), seconds=30.0)
+    first._rematplan.planner.store.save(problem, replace(best, budget=budget), seconds=30.0)
     later = planned(Network())
     assert later.plan.estimate == best.estimate
     assert len(elsewhere.searches) == 1

@@ -250,7 +250,7 @@ def test_a_size_beyond_the_measured_ones_is_measured_once_before_it_runs(
     batch = inputs(7, 62)
     planned.prepare(*batch)
     assert len(measured) == 1
-    assert measured[0] > len(last(planned).steps.captured.priced_calls) / 2
+    assert measured[0] > len(last(planned).unplanned.captured.priced_calls) / 2
     follow(planned, plain, batch)
     assert peak(planned, batch) <= last(planned).plan.budget
     for _ in range(2):

@@ -434,7 +434,7 @@ def test_searches_of_counted_moves_depend_on_no_plan_on_disk() -> None:
     before = outcome()
     leaner = least_plan(Anneal(moves=20_000), graph, kind="least")
     assert leaner.peak <= before[1]
-    PlanStore().keep(graph, leaner)
+    PlanStore().save(graph, leaner)
     assert outcome() == before
 
 

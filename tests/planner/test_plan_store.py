@@ -69,16 +69,16 @@ def test_a_problem_with_inverses_starts_from_the_plan_without_them(problems):
 
 def test_other_sizes_or_costs_are_another_problem(problems):
     graph = problems.chain(6)
-    PlanStore().keep(graph, base(graph))
-    assert PlanStore().kept(again(graph)) == (base(graph),)
+    PlanStore().save(graph, base(graph))
+    assert PlanStore().saved(again(graph)) == (base(graph),)
     dearer = replace(graph, ops=tuple(replace(op, cost=op.cost + 1) for op in graph.ops))
     larger = replace(graph, tensors=tuple(replace(t, bytes=t.bytes + 1) for t in graph.tensors))
-    assert PlanStore().kept(dearer) == PlanStore().kept(larger) == ()
+    assert PlanStore().saved(dearer) == PlanStore().saved(larger) == ()
 
 
 def test_without_reuse_nothing_is_read_or_written(problems, folder):
     graph = problems.chain(8)
-    PlanStore().keep(graph, base(graph))
+    PlanStore().save(graph, base(graph))
     budget = base(graph).estimate.peak
     assert within(Auto(), again(graph), budget).strategy == "base"
     (file,) = folder.iterdir()
@@ -94,7 +94,7 @@ def test_plans_over_the_budget_are_stored_too(problems):
     with pytest.raises(InfeasibleBudget) as caught:
         within(Auto(time_limit=0.1), graph, graph.input_bytes + 1)
     named = {caught.value.smallest, caught.value.cheap}
-    assert {p.estimate.peak for p in PlanStore().kept(again(graph))} == named
+    assert {p.estimate.peak for p in PlanStore().saved(again(graph))} == named
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_plans_over_the_budget_are_stored_too(problems):
 )
 def test_a_damaged_file_counts_as_missing(problems, folder, text):
     graph = problems.chain(4)
-    PlanStore().keep(graph, base(graph))
+    PlanStore().save(graph, base(graph))
     (file,) = folder.iterdir()
     file.write_text(text)
-    assert PlanStore().kept(again(graph)) == ()
+    assert PlanStore().saved(again(graph)) == ()
     assert PlanStore().solved(again(graph), 2**40, math.inf, 0.0) is None
-    PlanStore().keep(graph, base(graph))
-    assert PlanStore().kept(again(graph)) == (base(graph),)
+    PlanStore().save(graph, base(graph))
+    assert PlanStore().saved(again(graph)) == (base(graph),)
 
 
 def test_a_plan_of_a_known_gap_needs_no_search_at_its_budget_and_at_smaller_ones_that_it_fits(problems):
@@ -130,7 +130,7 @@ def test_a_plan_of_a_known_gap_needs_no_search_at_its_budget_and_at_smaller_ones
     peak, runs = base(graph).estimate.peak, [op.name for op in graph.ops]
     dear = replace(plan_from_runs(graph, [*runs[:2], runs[0], *runs[2:]], "dear"), budget=peak + 9)
     overhead = dear.estimate.overhead
-    store.keep(graph, replace(dear, lower_bound=overhead - 0.01))
+    store.save(graph, replace(dear, lower_bound=overhead - 0.01))
     for budget, gap, known in ((peak + 9, 0.011, True), (peak + 9, 0.009, False), (peak + 10, 0.011, False)):
         found = PlanStore().solved(again(graph), budget, gap, seconds=1.0)
         assert (found is not None) is known
@@ -141,7 +141,7 @@ def test_a_plan_of_a_known_gap_needs_no_search_at_its_budget_and_at_smaller_ones
 def test_an_equally_long_search_is_not_repeated(problems):
     graph, store = problems.chain(8), PlanStore()
     plan = replace(base(graph), budget=base(graph).estimate.peak)
-    store.keep(graph, plan, seconds=5.0)
+    store.save(graph, plan, seconds=5.0)
     assert store.solved(again(graph), plan.budget, 0.0, 5.0) is not None
     assert store.solved(again(graph), plan.budget, 0.0, 5.1) is None
     assert store.solved(again(graph), plan.budget + 1, 0.0, 5.0) is None
@@ -153,29 +153,29 @@ def test_dominated_plans_are_dropped_and_the_latest_come_first(problems):
     wasteful = plan_from_runs(graph, [names[0], *names], "wasteful")
     lean = Anneal(moves=20_000).plan(graph, int(0.7 * base(graph).estimate.peak))
     for plan in (wasteful, base(graph), lean, wasteful):
-        PlanStore().keep(graph, plan)
-    assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal", "base"]
+        PlanStore().save(graph, plan)
+    assert [p.strategy for p in PlanStore().saved(graph)] == ["anneal", "base"]
 
 
 def test_the_size_of_a_file_is_limited(problems, folder, monkeypatch):
     monkeypatch.setattr(module, "PROBLEMS_KEPT", 3)
     for length in range(3, 9):
-        PlanStore().keep(problems.chain(length), base(problems.chain(length)))
+        PlanStore().save(problems.chain(length), base(problems.chain(length)))
     assert len(list(folder.iterdir())) == 3
     monkeypatch.setattr(module, "RUNS_KEPT", 1)
     graph = problems.chain(8)
     lean = Anneal(moves=20_000).plan(graph, int(0.7 * base(graph).estimate.peak))
-    PlanStore().keep(graph, base(graph))
-    PlanStore().keep(graph, lean)
-    assert [p.strategy for p in PlanStore().kept(graph)] == ["anneal"]
+    PlanStore().save(graph, base(graph))
+    PlanStore().save(graph, lean)
+    assert [p.strategy for p in PlanStore().saved(graph)] == ["anneal"]
 
 
 def test_a_folder_that_cannot_be_created_is_no_error(problems, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     graph = problems.chain(6)
-    PlanStore().keep(graph, base(graph))
-    assert PlanStore().kept(graph) == ()
+    PlanStore().save(graph, base(graph))
+    assert PlanStore().saved(graph) == ()
 
 
 def test_a_plan_is_returned_only_for_its_problem_and_budget(problems):

@@ -84,7 +84,7 @@ def test_a_plan_on_disk_that_needs_no_search_is_the_answer(problems):
     graph = problems.chain(8)
     best = no_recompute(graph)
     budget = best.estimate.peak
-    PlanStore().keep(graph, replace(best, budget=budget, lower_bound=0.0), seconds=1.0)
+    PlanStore().save(graph, replace(best, budget=budget, lower_bound=0.0), seconds=1.0)
     said = answers(request(graph, budget, ApproxDP().curve(graph, ())[-2:]))
     assert [plan_of(graph, answer, budget).estimate for answer in said if "runs" in answer] == [best.estimate]
 

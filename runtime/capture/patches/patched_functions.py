@@ -181,7 +181,7 @@ PATCHES = (
     Patch(
         tuple(f"{owner.__name__}.{name}" for owner, name in seeding_functions()),
         "a graph cannot seed the generator at each step, so a forward that does so is refused",
-        f"{_ROOM}.capture.host_random",
+        f"{_ROOM}.capture.unrepeatable_draws",
     ),
     Patch(
         (

@@ -26,7 +26,7 @@ from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.constraints import stated_policy
+from rematplan.runtime.problem.policy import stated_policy
 
 
 class Block(nn.Module):

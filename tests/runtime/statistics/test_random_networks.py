@@ -20,9 +20,9 @@ from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.roofline import roofline_costs
 from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.constraints import ops_that_run_once
 from rematplan.runtime.problem.loss_boundary import LOSS, with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.policy import ops_that_run_once
 from rematplan.runtime.statistics.fisher_output_gradients import Draws
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.host_random import no_host_draws
+from rematplan.runtime.capture.unrepeatable_draws import no_host_draws
 from rematplan.runtime.graph.generator_states import state_of
 
 KINDS = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)

@@ -8,7 +8,7 @@ from torch import nn
 
 from rematplan import plan_module
 from rematplan.ir import ModelError
-from rematplan.module import first_plan_check
+from rematplan.module import untested_torch
 from rematplan.runtime.graph import compat
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -17,8 +17,8 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def untested(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose version is not among the tested ones, and that has not planned anything yet."""
-    monkeypatch.setattr(first_plan_check, "is_tested", lambda version: False)
-    monkeypatch.setattr(first_plan_check, "_checked", set())
+    monkeypatch.setattr(untested_torch, "is_tested", lambda version: False)
+    monkeypatch.setattr(untested_torch, "_checked", set())
 
 
 def network() -> nn.Module:
@@ -59,7 +59,7 @@ def test_the_comparison_leaves_the_model_and_the_random_state_alone() -> None:
 
 
 def test_a_gradient_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = first_plan_check._results
+    results = untested_torch._results
     calls = []
 
     def wrong(model: nn.Module, *arguments: object) -> dict[str, torch.Tensor]:
@@ -69,20 +69,20 @@ def test_a_gradient_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             found["the gradient of 0.weight"] = found["the gradient of 0.weight"] + 1e-6
         return found
 
-    monkeypatch.setattr(first_plan_check, "_results", wrong)
+    monkeypatch.setattr(untested_torch, "_results", wrong)
     with pytest.raises(ModelError, match=r"differs from eager mode in the gradient of 0\.weight"):
         planned(network())
 
 
 def test_a_model_that_differs_from_itself_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = first_plan_check._results
+    results = untested_torch._results
     calls = []
 
     def unsteady(model: nn.Module, *arguments: object) -> dict[str, torch.Tensor]:
         calls.append(model)
         return {name: t + len(calls) for name, t in results(model, *arguments).items()}
 
-    monkeypatch.setattr(first_plan_check, "_results", unsteady)
+    monkeypatch.setattr(untested_torch, "_results", unsteady)
     with pytest.warns(UserWarning, match="not tested"):
         planned(network())
 
@@ -91,6 +91,6 @@ def test_too_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: object) -> dict[str, torch.Tensor]:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(first_plan_check, "_results", full)
+    monkeypatch.setattr(untested_torch, "_results", full)
     with pytest.warns(UserWarning, match="memory is too short to compare"):
         planned(network())

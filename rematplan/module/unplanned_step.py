@@ -11,7 +11,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 
 
 @dataclass(eq=False)
-class Steps:
+class UnplannedStep:
     """A captured step before planning: `whole` takes all outputs' gradients, `captured` those that a training loop
     is expected to supply."""
 
@@ -21,11 +21,11 @@ class Steps:
     """Positions, as text, of outputs that received a gradient in an earlier backward, so that it is expected."""
 
     @staticmethod
-    def of(whole: CapturedStep, captured: CapturedStep) -> Steps:
-        """Return a `Steps` whose two versions exist already."""
-        steps = Steps(lambda: whole)
-        steps.__dict__["captured"] = captured
-        return steps
+    def of(whole: CapturedStep, captured: CapturedStep) -> UnplannedStep:
+        """Return an `UnplannedStep` whose two versions exist already."""
+        step = UnplannedStep(lambda: whole)
+        step.__dict__["captured"] = captured
+        return step
 
     @cached_property
     def whole(self) -> CapturedStep:

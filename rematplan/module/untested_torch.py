@@ -20,7 +20,7 @@ _checked: set[str] = set()
 mode."""
 
 
-def check_first_plan(
+def check_untested_torch(
     model: nn.Module, planned: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float
 ) -> None:
     """Compare, on copies, the first planned step of this process with eager mode if this version of PyTorch is not
