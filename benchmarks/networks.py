@@ -13,7 +13,7 @@ import dtr_networks
 
 from rematplan.api import LoadedStep, Sizes, load_step, problem
 from rematplan.ir import LatticeTooLarge, TrainingGraph
-from rematplan.planner.blocks.lowering import Partition, lower
+from rematplan.planner.blocks.lowering import Partition, lower_to_positions
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
@@ -126,7 +126,8 @@ def per_block(network: Network, loaded: LoadedStep, graph: TrainingGraph) -> Pla
         if t in block_of and block_of[t] != forward[op.name]
     }
     partition = Partition(tuple(tuple(block) for block in blocks if block), tuple(kept))
-    return plan_from_runs(graph, lower(graph, partition), "per block")
+    runs = [graph.ops[o].name for o in lower_to_positions(graph, partition)]
+    return plan_from_runs(graph, runs, "per block")
 
 
 def rivals(

@@ -7,7 +7,6 @@ from pathlib import Path
 from pictures import picture
 
 from rematplan.pipeline.schedules import schedule_named
-from rematplan.planner.pipeline.bubble_formulas import ideal_utilisation, utilisation_bound
 from rematplan.planner.pipeline.timeline import Link, StageTimes, replay
 from rematplan.report.plot import COLOURS, MARKERS
 
@@ -25,12 +24,11 @@ def latency(_quick: bool, folder: Path | None) -> None:
             row.append(
                 1 - replay(schedule_named(name, ranks, microbatches, hop=hop), times, Link(3 * hop)).bubble
             )
-    bounds = {
-        "bound of 1F1B": [
-            min(ideal_utilisation(ranks, microbatches, h), utilisation_bound(ranks, h)) for h in hops
-        ],
-        "ideal": [ideal_utilisation(ranks, microbatches, h) for h in hops],
-    }
+    # The ideal for any order of actions: P − 1 forwards and hops precede the last rank's work of M units, and P − 1
+    # backwards and hops follow. With 1F1B the first rank has work for P micro-batches while one travels and returns.
+    ideal = [microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop)) for hop in hops]
+    plain = [ranks / (ranks + 2 * (ranks - 1) * hop) for hop in hops]
+    bounds = {"bound of 1F1B": [min(pair) for pair in zip(ideal, plain, strict=True)], "ideal": ideal}
     for at in (0, 2, 10, 20):
         print(
             f"link {hops[at]:.1f}: " + ", ".join(f"{n} {row[at]:.3f}" for n, row in (used | bounds).items())

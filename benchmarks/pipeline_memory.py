@@ -20,7 +20,7 @@ from rematplan.pipeline.schedules import schedule_named
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.auto.min_budget_plan import cheapest_near_smallest_peak
-from rematplan.planner.blocks.lowering import Partition, lower
+from rematplan.planner.blocks.lowering import Partition, lower_to_positions
 from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.core.simulator import simulate
 from rematplan.planner.pipeline.auto_stages import AutoStages
@@ -172,8 +172,8 @@ def checkpointed(
     ]
     # The last block of a partition stays resident; an empty one, so that the last group is run again, too.
     blocks = (*(tuple(ix.ops[o] for o in group) for group in groups if group), ())
-    parts = Partition(blocks, tuple(kept))
-    return plan_from_runs(graph, lower(graph, parts), "selective" if saved else "checkpoint")
+    runs = [ix.ops[o] for o in lower_to_positions(graph, Partition(blocks, tuple(kept)))]
+    return plan_from_runs(graph, runs, "selective" if saved else "checkpoint")
 
 
 def stages_of(

@@ -148,21 +148,6 @@ def prepare(
     return LowerSetDP(tuple(masks), family, unit, width, charge_last)
 
 
-def _sum(values: Sequence[int], mask: int) -> int:
-    return sum(values[v] for v in bits(mask))
-
-
-def _transient(view: ForwardGraph, mask: int) -> int:
-    """Return M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the peak formula charges in addition to a block."""
-    after = 0
-    for v in bits(mask):
-        after |= view.succs[v]
-    before = 0
-    for v in bits(after):
-        before |= view.preds[v]
-    return _sum(view.bytes, after & ~mask) + _sum(view.bytes, before & ~mask)
-
-
 def _fine_costs(view: ForwardGraph) -> list[int]:
     """Return the nodes' costs as integers, or as multiples of 2⁻⁴⁰ of their sum if they are no integers or
     their sum is 2⁵³ or more.

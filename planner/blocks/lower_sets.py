@@ -14,16 +14,6 @@ from rematplan.ir import LatticeTooLarge
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
 
 
-def boundary(view: ForwardGraph, mask: int) -> int:
-    """Return the boundary of a set of nodes: the nodes of the set that a node outside of it reads. Both sets are bit
-    masks."""
-    edge = 0
-    for v in bits(mask):
-        if view.succs[v] & ~mask:
-            edge |= 1 << v
-    return edge
-
-
 def lower_sets(view: ForwardGraph, limit: int, strategy: str) -> tuple[int, ...]:
     """Return all lower sets as bit masks, by rising number of nodes, from ∅ to all nodes. If there are more than
     ``limit``, raise `LatticeTooLarge`, which names ``strategy``."""

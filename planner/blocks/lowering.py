@@ -82,14 +82,6 @@ def _kept_of_node(ix: Indexed, outer: list[tuple[int, int]], mask: int, lean: bo
     return crossing + [t for t in further if not lean or ix.bytes[t] <= most]
 
 
-def lower(graph: TrainingGraph, partition: Partition) -> list[str]:
-    """Return the names of the ops that a partition runs, in order, recomputations included. Linear time
-    except for sorting.
-    """
-    ix = indexed(graph)
-    return [ix.ops[o] for o in lower_to_positions(graph, partition)]
-
-
 def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: bool = True) -> Ints:
     """Return the positions of the ops that a partition runs, in order, recomputations included.
 

@@ -56,23 +56,3 @@ FORMULAS: Mapping[str, Formula] = {
     ),
     "dataflow": _PLAIN,
 }
-
-
-def utilisation_bound(ranks: int, hop: float) -> float:
-    """Return an upper bound of the share (0 to 1) of time in which the first rank of a 1F1B pipeline works.
-
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward.
-    """
-    # While a micro-batch travels to the last rank and returns, the first rank has work for as many
-    # micro-batches as there are ranks.
-    return ranks / (ranks + 2 * (ranks - 1) * hop)
-
-
-def ideal_utilisation(ranks: int, microbatches: int, hop: float) -> float:
-    """Return an upper bound of the share (0 to 1) of a step in which a rank works, for any order of actions.
-
-    ``hop``: the time of a message ÷ the time of a stage's forward and backward.
-    """
-    # A rank's forward and backward of a micro-batch take 1 unit. The last rank gets the first micro-batch after P − 1
-    # forwards and hops of others, and P − 1 backwards and hops follow its last backward. Each rank works for M units.
-    return microbatches / (microbatches + (ranks - 1) * (1 + 2 * hop))

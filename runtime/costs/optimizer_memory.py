@@ -16,10 +16,9 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from rematplan.ir import UsageError
-from rematplan.runtime.costs.measure import bytes_of, peak_above_entry, unprofiled
+from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
 from rematplan.runtime.costs.optimizer_trial import Trial, try_steps
 from rematplan.runtime.graph.allocator_rounding import allocated
 
@@ -308,18 +307,3 @@ KINDS: Mapping[str, OptimizerKind] = MappingProxyType(
     }
 )
 """The memory of optimizers of each known class, by the class's module and name."""
-
-
-def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Run two training steps on the CPU, which change ``model`` and ``optimizer``. Return the second one's peak bytes,
-    with parameters, buffers, inputs and state included. The model's output is the loss."""
-
-    def step() -> None:
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [t for of in optimizer.state.values() for t in plain_tensors(of)]
-    held = bytes_of([*model.parameters(), *model.buffers(), *inputs, *states])
-    return held + peak_above_entry(step, torch.device("cpu"))[0]

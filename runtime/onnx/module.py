@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -33,15 +33,10 @@ from rematplan.runtime.onnx.ops.values import constant_tensor, to_tensor, torch_
 
 
 def torch_name(name: str) -> str:
-    """Return a unique name for a torch parameter from an ONNX name. :func:`onnx_name` is the inverse."""
+    """Return a unique name for a torch parameter from an ONNX name."""
     # Torch forbids dots, so they become colons. Percent signs and colons are escaped as in a URL.
     safe = quote(name, safe=" !\"#$&'()*+,/;<=>?@[\\]^`{|}~.").replace(".", ":")
     return f"{safe}%" if not safe or hasattr(OnnxModule, safe) or safe in _MODULE_FIELDS else safe
-
-
-def onnx_name(name: str) -> str:
-    """Return the ONNX name from which :func:`torch_name` made a parameter name."""
-    return unquote(name.removesuffix("%").replace(":", "."))
 
 
 class OnnxModule(nn.Module):

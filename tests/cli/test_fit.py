@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training_peaks import training_peak
 
 import rematplan
 from rematplan.cli import main
@@ -24,7 +25,6 @@ from rematplan.fitting.sizes import SizeSearch
 from rematplan.ir import ModelError, UsageError
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.runtime.capture.fake_weights import without_data
-from rematplan.runtime.costs.optimizer_memory import training_peak
 
 WIDTH, CLASSES = 256, 1600
 SEARCH = rematplan.ExactDP()

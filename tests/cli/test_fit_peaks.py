@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training_peaks import training_peak
 
 import rematplan
 from rematplan import Auto
-from rematplan.runtime.costs.optimizer_memory import training_peak
 
 Case = tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, ...]], int]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rematplan.planner.blocks import lower_set_dp
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
-from rematplan.planner.blocks.lower_set_dp import _transient, prepare
-from rematplan.planner.blocks.lower_sets import boundary, lower_sets, pruned_lower_sets
+from rematplan.planner.blocks.lower_set_dp import prepare
+from rematplan.planner.blocks.lower_sets import lower_sets, pruned_lower_sets
 
 PROFILE = settings(max_examples=80, deadline=None, derandomize=True)
 TICKS = 400  # more than any total below, so that integer costs are exact
@@ -32,6 +32,27 @@ def random_view(rng: Random, nodes: int) -> ForwardGraph:
         succs=tuple(succs),
         before=tuple(preds),
     )
+
+
+def boundary(view: ForwardGraph, mask: int) -> int:
+    """Return the boundary of a set of nodes: the nodes of the set that a node outside of it reads. Both sets are bit
+    masks."""
+    edge = 0
+    for v in bits(mask):
+        if view.succs[v] & ~mask:
+            edge |= 1 << v
+    return edge
+
+
+def transient(view: ForwardGraph, mask: int) -> int:
+    """Return M(δ⁺(L) ∖ L) + M(δ⁻(δ⁺(L)) ∖ L): what the peak formula charges in addition to a block."""
+    after = 0
+    for v in bits(mask):
+        after |= view.succs[v]
+    before = 0
+    for v in bits(after):
+        before |= view.preds[v]
+    return sum(view.bytes[v] for part in (after, before) for v in bits(part & ~mask))
 
 
 views = st.builds(
@@ -157,7 +178,7 @@ def test_the_arrays_of_a_family_equal_their_definitions(view):
     for i, mask in enumerate(masks):
         assert family.bytes[i] == sum(view.bytes[v] for v in bits(mask))
         assert family.time[i] == sum(view.cost[v] for v in bits(mask))
-        assert family.transient[i] == _transient(view, mask)
+        assert family.transient[i] == transient(view, mask)
         edge = family.edge[family.edge_start[i] : family.edge_start[i + 1]]
         assert list(edge) == list(bits(boundary(view, mask)))
     assert np.all(prepare(view, masks, TICKS, True, gradients=False).family.transient == 0)

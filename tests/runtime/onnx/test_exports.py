@@ -8,10 +8,11 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx_names import onnx_name
 from torch import nn
 
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx.module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule
 
 
 class Convolutional(nn.Module):

@@ -13,10 +13,11 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from their configuration, nothing is fetched
 
 import transformers as hf
+from onnx_names import onnx_name
 
 import rematplan
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx.module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule
 
 TEXT = {
     "vocab_size": 40,

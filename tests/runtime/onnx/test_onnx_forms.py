@@ -9,13 +9,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx_names import onnx_name
 from torch import nn
 
 from rematplan import api
 from rematplan.ir import ModelError, UsageError
 from rematplan.ir.onnx.load import load_onnx
 from rematplan.ir.onnx.training_form import Forms
-from rematplan.runtime.onnx.module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule
 
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 

@@ -3,12 +3,13 @@
 import warnings
 
 import torch
+from onnx_names import onnx_name
 from planned_steps import PlannedStep, verify
 from torch import nn
 
 from rematplan import api
 from rematplan.ir.onnx.load import load_onnx
-from rematplan.runtime.onnx.module import OnnxModule, onnx_name
+from rematplan.runtime.onnx.module import OnnxModule
 
 
 class Cell(nn.Module):

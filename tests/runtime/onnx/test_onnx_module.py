@@ -13,13 +13,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx_names import onnx_name
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto, load_onnx
-from rematplan.runtime.onnx.module import OnnxModule, onnx_name, torch_name
+from rematplan.runtime.onnx.module import OnnxModule, torch_name
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("light_*.onnx"))
 
