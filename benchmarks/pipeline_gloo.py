@@ -21,7 +21,7 @@ from torch import distributed, multiprocessing, nn
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import build, example_inputs
-from rematplan.pipeline.one_process import step_in_one_process
+from rematplan.pipeline.run_step import step_in_one_process
 from rematplan.pipeline.schedules import VIRTUAL
 from rematplan.pipeline.torch_stages import torch_stage
 from rematplan.planner.pipeline import rank_search

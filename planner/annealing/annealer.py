@@ -12,10 +12,10 @@ import numpy as np
 
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing.anneal_loop import anneal
+from rematplan.planner.annealing.dead_runs import tidy
 from rematplan.planner.annealing.edits import link
 from rematplan.planner.annealing.problem_arrays import EXACT, problem_arrays, recipes
 from rematplan.planner.annealing.recompute_chains import CHAIN
-from rematplan.planner.annealing.redundant_runs import tidy
 from rematplan.planner.annealing.state import (
     BEST,
     BEST_COST,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from numba.core.dispatcher import Dispatcher
 
 from rematplan.ir import Op, Tensor, TrainingGraph
-from rematplan.planner.annealing import annealer, moves, redundant_runs
+from rematplan.planner.annealing import annealer, moves
 from rematplan.planner.annealing.annealer import compile_annealer
 from rematplan.planner.arrays.precedence import precedence
 from rematplan.planner.auto import eviction_kernel
@@ -25,7 +25,6 @@ from rematplan.planner.strategies.nested_dp import NestedDP
 
 HOT = (
     annealer,
-    redundant_runs,
     moves,
     lowering_kernel,
     lower_set_dp,

@@ -10,10 +10,10 @@ import copy
 from collections.abc import Hashable, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from rematplan.module.forward_capture import Tracing
-from rematplan.module.least_recently_used import LeastRecentlyUsed
 from rematplan.module.plan_swaps import Running
 from rematplan.module.symbolic_forward import Instance
 from rematplan.module.unplanned_step import UnplannedStep
@@ -23,6 +23,33 @@ from rematplan.runtime import guards
 from rematplan.runtime.execute.compiled_plan import CompiledPlan
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.statistics.insert import StatisticsStep
+
+
+@dataclass
+class LeastRecentlyUsed:
+    """Drops the entries that were not used for longest. Entries with the same key count as used together."""
+
+    limit: int
+    """The largest number of entries that remain."""
+    dropped: int = 0
+    """The number of entries dropped so far."""
+    _used: dict[Hashable, int] = field(default_factory=dict)
+    _clock: Any = field(default_factory=count)
+
+    def use(self, key: Hashable) -> None:
+        """Record that the cache entries with this key are used now."""
+        self._used[key] = next(self._clock)
+
+    def trim(self, entries: dict[Any, list[Any]]) -> None:
+        """Remove entries, in place, until ``limit`` remain: those of the key that was not used for longest, the oldest
+        first. ``entries``: a list of entries, the oldest first, by key."""
+        while sum(map(len, entries.values())) > self.limit:
+            oldest = min(entries, key=lambda key: self._used.get(key, -1))
+            del entries[oldest][0]
+            self.dropped += 1
+            if not entries[oldest]:
+                del entries[oldest]
+                self._used.pop(oldest, None)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from rematplan.optim.factor import Factor
-from rematplan.optim.load_balancing import longest_first
 
 FactorKey: TypeAlias = tuple[str, int]
 """A Kronecker factor: the weight's name, and 0 for the factor of the inputs or 1 for that of the outputs' gradients."""
@@ -51,3 +51,18 @@ def homes(sides: Mapping[str, tuple[Factor, Factor]], parts: Mapping[FactorPart,
     # which the alternative would send in each step.
     larger = {name: int(g.inverse_bytes() > a.inverse_bytes()) for name, (a, g) in sides.items()}
     return {name: owner[name, larger[name]] for name in sides}
+
+
+Job = TypeVar("Job")
+
+
+def longest_first(costs: Mapping[Job, float], slots: int) -> dict[Job, int]:
+    """Assign jobs to slots, numbered from 0, the longest first: the largest sum of costs in a slot is at most 4/3 of
+    the smallest possible (Graham 1969). The result depends on ``costs`` and its order alone."""
+    loads = [(0.0, slot) for slot in range(slots)]
+    found = {}
+    for job in sorted(costs, key=lambda job: -costs[job]):
+        load, slot = heapq.heappop(loads)
+        found[job] = slot
+        heapq.heappush(loads, (load + costs[job], slot))
+    return found

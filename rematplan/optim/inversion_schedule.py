@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from rematplan.optim.assignment import FactorKey
+from rematplan.optim.assignment import FactorKey, longest_first
 from rematplan.optim.layer import Layer
-from rematplan.optim.load_balancing import longest_first
 from rematplan.optim.options import Options
 
 

@@ -18,8 +18,7 @@ from rematplan.optim.inversion_schedule import Refresh
 from rematplan.optim.layer import BOTH, Layer, layers_of
 from rematplan.optim.options import MakeOthers, OptionNames, Options, check_others, check_settings
 from rematplan.optim.param_groups import OTHERS, Group, split_groups
-from rematplan.optim.planned_source import PlannedSource, source_of
-from rematplan.optim.statistics_source import StatisticsSource
+from rematplan.optim.planned_source import PlannedSource, StatisticsSource, source_of
 from rematplan.optim.step_memory import step_bytes, sums_bytes
 from rematplan.optim.update import clipped, finite, move, preconditioned
 from rematplan.runtime.costs.optimizer_memory import OptimizerMemory, optimizer_memory

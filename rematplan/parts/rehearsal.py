@@ -7,7 +7,7 @@ and give zero gradients, so the bytes outside of the parts are those of the rest
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from rematplan.module.symbolic_forward import Found
 from rematplan.parts.forward_patches import Patches
 from rematplan.parts.left_tensors import AttributeTensors, left_tensors, not_part_of
 from rematplan.parts.live_bytes import LiveBytes, allocated_bytes
-from rematplan.parts.placeholder import Placeholder
 from rematplan.parts.rehearsed import IS_EQUAL, TOO_SMALL, UNTRAINED, EqualParts, Event, Rehearsed, inside
 from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
@@ -335,3 +334,35 @@ def repeated_bytes(parts: Mapping[str, nn.Module], calls: Iterable[str]) -> int:
 def function_of(original: Original) -> Any:
     """Return the function that is a module's forward, without the module to which it is bound."""
     return getattr(original.forward, "__func__", original.forward)
+
+
+class Placeholder(torch.autograd.Function):
+    """A part in the autograd graph of a rehearsal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[], list[tuple[torch.Tensor, bool, bool]]],
+        began: Callable[[], None],
+        anchor: torch.Tensor,
+        *given: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the part, and return its tensors. ``run`` returns each with two flags: whether it has a gradient, and
+        whether a plan may hold it. ``began`` is called when the backward begins; ``anchor`` requires a gradient, so
+        that the backward runs."""
+        del anchor
+        made = run()
+        ctx.began, ctx.held = began, [tensor.detach() for tensor, _, held in made if held]
+        ctx.save_for_backward(*given)
+        ctx.mark_non_differentiable(*(tensor for tensor, learned, _ in made if not learned))
+        return tuple(tensor for tensor, _, _ in made)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        """Return zeros as the gradients of the part's inputs."""
+        del tangents
+        ctx.began()
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+        found = [torch.zeros_like(one) if needed else None for one, needed in wanted]
+        ctx.held = None
+        return None, None, None, *found

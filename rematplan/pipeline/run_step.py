@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +22,6 @@ from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.dataflow import DataflowPart
 from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.match_file_plans import file_plan
-from rematplan.pipeline.one_process import step_in_one_process
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plans
 from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
@@ -328,3 +327,23 @@ def _relative_error(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) 
         return 0.0
     distance = float((one.detach().double() - other.detach().double()).norm())
     return distance / (max(float(other.detach().double().norm()), least) or 1.0)
+
+
+def step_in_one_process(
+    parameters: Iterable[nn.Parameter],
+    loss_of: Callable[..., torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    microbatches: int,
+) -> list[float]:
+    """Run forward and backward of each of ``microbatches`` equal parts of ``batch``, and return the losses. ``loss_of``
+    gets a part's number and tensors. At the end, the gradients of ``parameters`` are divided by ``microbatches`` in
+    place."""
+    losses = []
+    for number, parts in enumerate(zip(*(t.tensor_split(microbatches) for t in batch), strict=True)):
+        loss = loss_of(number, *parts)
+        loss.backward()
+        losses.append(loss.item())
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.div_(microbatches)
+    return losses

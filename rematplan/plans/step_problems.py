@@ -16,9 +16,8 @@ from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.earlier_gradients import adding_problem, holding
-from rematplan.runtime.problem.loss_boundary import with_loss_boundary
+from rematplan.runtime.problem.loss_boundary import with_loss_boundary, with_optimizer_step
 from rematplan.runtime.problem.loss_memory import LossMemory
-from rematplan.runtime.problem.optimizer_step import with_optimizer_step
 from rematplan.runtime.problem.policy import check_names, ops_that_run_once
 from rematplan.runtime.problem.random_states import without_unused_states
 

@@ -135,6 +135,8 @@ def trace_joint_graph(request: TraceRequest) -> Traced:
     name, root = request.name, request.root
     if not any(t.requires_grad for t in (*request.module.parameters(), *request.batch)):
         raise ModelError(f"{name}: no trainable parameter, so there is no training step to plan")
+    if request.decisions and request.symbols:
+        request.decisions.now, request.decisions.counts = request.symbols.now, request.symbols.counts
     try:
         with (
             same_attributes(root, name),

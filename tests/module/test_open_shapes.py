@@ -20,9 +20,9 @@ from torch.nn import functional as F
 import rematplan
 from rematplan.module.matching_names import names_of
 from rematplan.runtime.capture.capture import capture
+from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
 from rematplan.runtime.capture.patches.fake_layouts import check_layouts
 from rematplan.runtime.capture.read_fx import finished
-from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.symbols.expressions import NotSymbolic
 from rematplan.runtime.symbols.full_slices import without_full_slices
@@ -178,7 +178,7 @@ FIXED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def opened(model: nn.Module, batch: tuple[Tensor, ...]) -> OpenStep:
     symbols, decisions = BatchSymbols(), ValueGuardRecorder(dict(model.named_buffers()), batch)
-    traced = capture_with_open_sizes(model, batch, "step", model, decisions, symbols)
+    traced = trace_joint_graph(TraceRequest(model, batch, "step", model, decisions, symbols))
     assert traced.table
     return OpenStep.of(traced.step, symbols, traced.table)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import rematplan
 from rematplan.ir import ModelError
-from rematplan.runtime.capture.symbolic_capture import capture_with_open_sizes
+from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.symbols.expressions import NotSymbolic
@@ -138,7 +138,7 @@ def test_a_size_that_a_trace_takes_in_silence_refuses_other_sizes(name: str) -> 
     model, batch = Of(SILENT[name]), (sequences(3, 9),)
     symbols, decisions = BatchSymbols(), ValueGuardRecorder({}, batch)
     try:
-        traced = capture_with_open_sizes(model, batch, "step", model, decisions, symbols)
+        traced = trace_joint_graph(TraceRequest(model, batch, "step", model, decisions, symbols))
         assert traced.table
         step = OpenStep.of(traced.step, symbols, traced.table)
     except (NotSymbolic, ModelError):

@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematplan.optim.assignment import by_factor, homes, owners
+from rematplan.optim.assignment import by_factor, homes, longest_first, owners
 from rematplan.optim.factor import Factor
-from rematplan.optim.load_balancing import longest_first
 
 
 def side(size: int) -> Factor:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_networks import batch
 from torch import nn
 
+from rematplan.optim.assignment import longest_first
 from rematplan.optim.kfac import KFAC
-from rematplan.optim.load_balancing import longest_first
 
 
 @settings(deadline=None, max_examples=50)

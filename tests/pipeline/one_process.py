@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from rematplan.pipeline.one_process import step_in_one_process
+from rematplan.pipeline.run_step import step_in_one_process
 from rematplan.runtime.costs.measure import peak_above_entry
 
 CPU = torch.device("cpu")
