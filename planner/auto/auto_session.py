@@ -18,7 +18,7 @@ from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
-from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive
+from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive, is_small
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.auto.session_options import SessionOptions
@@ -103,6 +103,10 @@ class AutoSession:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
                     self.gather()
+                    if not self.finished and is_small(
+                        self.graph
+                    ):  # the cheaper the best plan, the fewer states
+                        self.anneal(self.graph, SHARES.before_states * self.effort.left)
                     if not self.finished and not self.solved_exhaustively(self.many_states):
                         self.search()
             except INTERRUPTS:
@@ -229,20 +233,20 @@ class AutoSession:
         return most if self.brief else max(MOST_STATES, most)
 
     def solved_exhaustively(self, most_states: int) -> bool:
-        """Try all schedules of a problem of very few ops. Record the optimal plan, if one fits, and, if all ops write
-        something, the bound that this proves. Return whether that was done: not with ``keep_order``, with too many
-        tensors, or with more than ``most_states`` sets of resident tensors."""
-        exact = None if self.options.rules.keep_order else exhaustive(self.graph, self.budget, most_states)
+        """Try all schedules of a problem of few ops. Record the optimal plan if it costs less than the best known, and,
+        if all ops write something, the bound that this proves. Return whether that was done: not with ``keep_order``,
+        with too many tensors, or with more than ``most_states`` sets of resident tensors."""
+        if self.options.rules.keep_order:
+            return False
+        below = self.graph.base_cost * (1 + self.best_overhead)
+        exact = exhaustive(self.graph, self.budget, most_states, below)
         if exact is None:
             return False
-        floor = math.inf
         if exact.cost < math.inf:
-            plan = plan_from_runs(self.graph, exact.runs, "exhaustive")
-            self.take((plan,))
-            floor = plan.estimate.overhead
+            self.take((plan_from_runs(self.graph, exact.runs, "exhaustive"),))
         # Plans also run ops that write nothing, which the problem does not require: then this is no bound.
         if all(op.writes for op in self.graph.ops):
-            self.bound.best = Bound(floor)
+            self.bound.best = Bound(self.best_overhead)
         return True
 
     @property

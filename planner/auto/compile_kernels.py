@@ -10,8 +10,9 @@ from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.planner.annealing import annealer, moves
 from rematplan.planner.annealing.annealer import compile_annealer
 from rematplan.planner.arrays.precedence import precedence
-from rematplan.planner.auto import eviction_kernel
+from rematplan.planner.auto import eviction_kernel, exhaustive_kernel
 from rematplan.planner.auto.eviction import plan_by_eviction
+from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.blocks import interval_dp, lower_set_dp, lowering_kernel
 from rematplan.planner.bounds import tail_kernels
 from rematplan.planner.bounds.tail_search import TailSearch
@@ -33,6 +34,7 @@ HOT = (
     regression,
     reuse,
     eviction_kernel,
+    exhaustive_kernel,
 )
 """The modules whose compiled loops are called from Python."""
 
@@ -54,6 +56,7 @@ def compile_kernels(progress: Progress = silent) -> None:
     graph = TrainingGraph("forward and backward", tensors, (), ("b",), ops)
     for member in (ExactDP(), NestedDP()):
         member.curve(graph, ())
+    exhaustive(graph, 2)
     plan_by_eviction(graph, 2, Effort(moves=1000), tries=1)
     plan_near_least(graph, 10**9, Effort(moves=1000))
     TailSearch(graph, precedence(graph), (1,), 0, 10**9).proves(0.1, 100)

@@ -6,17 +6,19 @@ compute the missing outputs.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import numpy as np
 
 from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.auto.exhaustive_kernel import MOST_BITS, Masks, search
 
-MOST_STATES = 4000
-MOST_TENSORS = 64
-"""The largest number of tensors, inputs excluded, that `exhaustive` accepts. With more tensors there are more states
-than it may visit, and each takes long."""
+MOST_STATES = 50_000
+"""Takes about a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,124 +31,63 @@ class Optimum:
     """The names of the ops and inverses that it runs, in order; empty if none fits."""
 
 
-def exhaustive(graph: TrainingGraph, budget: int, most_states: int = MOST_STATES) -> Optimum | None:
-    """Return the optimal schedule within ``budget`` bytes, with an infinite cost if none fits; None if there are more
-    than `MOST_TENSORS` tensors or the search reaches more than ``most_states`` states.
+def exhaustive(
+    graph: TrainingGraph, budget: int, most_states: int = MOST_STATES, below: float = math.inf
+) -> Optimum | None:
+    """Return the optimal schedule within ``budget`` bytes, with an infinite cost if none that costs less than ``below``
+    fits; None if there are more than `MOST_BITS` tensors or the search keeps more than ``most_states`` states.
 
     An op that writes nothing, may run once, or has its place in ``graph.ordered`` counts as a tensor.
     """
-    masks = _Masks(graph)
-    if masks.bits > MOST_TENSORS:
+    if not is_small(graph):
         return None
     if graph.input_bytes > budget:
         return Optimum(math.inf, ())
-    best: dict[int, float] = {0: 0.0}
-    came: dict[int, tuple[int, str]] = {}
-    queue = [(0.0, 0.0, 0)]
-    while queue:
-        _, cost, mask = heapq.heappop(queue)
-        if cost > best[mask]:
-            continue
-        if mask & masks.goal == masks.goal:
-            return Optimum(cost, _path(came, mask))
-        resident = graph.input_bytes + masks.bytes(mask)
-        for op, reads, writes in masks.recipes:
-            if mask & reads != reads or not writes & masks.useful & ~mask or masks.forbids(op.name, mask):
-                continue
-            total, during = cost + op.cost, mask | writes
-            short = resident + masks.bytes(writes & ~mask) + op.workspace - budget
-            others = [row for row in masks.sizes if mask & row[0] and not (reads | writes) & row[0]]
-            # A resident tensor does no harm until an op needs its bytes, so minimal sets are freed, and no
-            # earlier.
-            for freed in _freed(others, short):
-                if len(best) > most_states:
-                    return None
-                then = during & masks.useful & ~freed
-                if total < best.get(then, math.inf):
-                    best[then], came[then] = total, (mask, op.name)
-                    heapq.heappush(queue, (total + masks.floor(then), total, then))
-    return Optimum(math.inf, ())
+    inputs = set(graph.inputs)
+    recipes = [
+        op for op in graph.recipes if inputs.isdisjoint(op.writes)
+    ]  # an inverse that writes an input never runs
+    ended, cost, path = search(_masks(graph, recipes), budget - graph.input_bytes, below, most_states)
+    return Optimum(cost, tuple(recipes[i].name for i in path)) if ended else None
 
 
-class _Masks:
-    """A problem whose sets of tensors are bit masks: one bit for each tensor that is not an input."""
-
-    def __init__(self, graph: TrainingGraph) -> None:
-        inputs = set(graph.inputs)
-        names = [t.name for t in graph.tensors if t.name not in inputs]
-        # These ops get a further bit of 0 bytes, which they set: it says that they have run. It is part of
-        # ``goal`` if the op must run (it writes nothing, or has its place in an order).
-        silent = {op.name for op in graph.ops if not op.writes}
-        marked = [op.name for op in graph.ops if op.name in silent.union(graph.ordered, graph.never_rerun)]
-        bit = {t: 1 << i for i, t in enumerate(names)}
-        mark = {name: 1 << i for i, name in enumerate(marked, len(names))}
-        self.bits = len(names) + len(marked)
-        self.sizes = sorted(
-            ((bit[t], graph.size[t]) for t in names if graph.size[t]), key=lambda row: -row[1]
-        )
-        self.recipes: list[tuple[Op, int, int]] = [
-            (op, sum(bit.get(t, 0) for t in op.reads), sum(bit[t] for t in op.writes) + mark.get(op.name, 0))
-            for op in graph.recipes
-            if inputs.isdisjoint(op.writes)  # an inverse that writes an input may never run
-        ]
-        self.goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(
-            mark[name] for name in silent.union(graph.ordered)
-        )
-        # Bits that a state keeps: others are not read, and not wanted at the end.
-        self.useful = self.goal | sum(mark.values())
-        self._again = {name: mark[name] for name in graph.never_rerun}
-        self._first = {
-            name: (mark[name], sum(mark[later] for later in graph.ordered[i + 1 :]))
-            for i, name in enumerate(graph.ordered)
-        }
-        for _, reads, _ in self.recipes:
-            self.useful |= reads
-        several = {t for inverse in graph.inverses for t in inverse.writes}
-        self._only = [
-            (op.cost, reads, writes & ~sum(bit[t] for t in op.writes if t in several))
-            for op, reads, writes in reversed(self.recipes[: len(graph.ops)])
-        ]
-
-    def forbids(self, name: str, mask: int) -> bool:
-        """Return whether an op may not run in a state: it may not run again, or ops that must follow its first run
-        have run."""
-        own, later = self._first.get(name, (0, 0))
-        return bool(mask & self._again.get(name, 0) or (mask & later and not mask & own))
-
-    def bytes(self, mask: int) -> int:
-        """Return the total bytes of the set of tensors ``mask``."""
-        return sum(size for bit, size in self.sizes if mask & bit)
-
-    def floor(self, mask: int) -> float:
-        """Return a lower bound of the cost from a state to the end: the ops that alone can write what is missing."""
-        cost, missing = 0.0, self.goal & ~mask
-        for price, reads, makes in self._only:
-            if makes & missing:
-                cost += price
-                missing |= reads & ~mask
-        return cost
+def is_small(graph: TrainingGraph) -> bool:
+    """Return whether the problem has few enough tensors for `exhaustive`."""
+    return len(graph.tensors) - len(graph.inputs) + len(_marked(graph)) <= MOST_BITS
 
 
-def _freed(resident: Sequence[tuple[int, int]], short: int) -> Iterator[int]:
-    """Yield the minimal sets (masks) whose bytes sum to at least ``short``; the empty set if ``short`` ≤ 0.
-
-    ``resident``: pairs (bit, bytes), largest first.
-    """
-    if short <= 0:
-        yield 0
-        return
-    left = sum(size for _, size in resident)
-    for at, (bit, size) in enumerate(resident):
-        if left < short:
-            return
-        left -= size
-        for others in _freed(resident[at + 1 :], short - size):
-            yield bit | others
+def _marked(graph: TrainingGraph) -> list[str]:
+    """Return the ops of which a state says whether they have run: they write nothing, may run once, or have their place
+    in an order."""
+    named = {*graph.ordered, *graph.never_rerun}
+    return [op.name for op in graph.ops if not op.writes or op.name in named]
 
 
-def _path(came: dict[int, tuple[int, str]], mask: int) -> tuple[str, ...]:
-    runs: list[str] = []
-    while mask in came:
-        mask, name = came[mask]
-        runs.append(name)
-    return tuple(reversed(runs))
+def _masks(graph: TrainingGraph, recipes: Sequence[Op]) -> Masks:
+    """Return the problem as masks: one bit for each tensor that is not an input, and one of 0 bytes, a mark, for each
+    op of `_marked`, which sets it. ``recipes``: the ops, then the inverses."""
+    inputs = set(graph.inputs)
+    names = [t.name for t in graph.tensors if t.name not in inputs]
+    bit = {t: 1 << i for i, t in enumerate(names)}
+    mark = {name: 1 << i for i, name in enumerate(_marked(graph), len(names))}
+    later = {name: sum(mark[op] for op in graph.ordered[i + 1 :]) for i, name in enumerate(graph.ordered)}
+    silent, once = {op.name for op in graph.ops if not op.writes}, set(graph.never_rerun)
+    reads = [sum(bit.get(t, 0) for t in op.reads) for op in recipes]
+    writes = [sum(bit[t] for t in op.writes) for op in recipes]
+    several = sum(bit[t] for t in {t for inverse in recipes[len(graph.ops) :] for t in inverse.writes})
+    goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark[name] for name in silent.union(graph.ordered))
+    sized = sorted(((graph.size[t], bit[t]) for t in names if graph.size[t]), reverse=True)
+    return Masks(
+        np.array(reads, np.int64),
+        np.array([made + mark.get(op.name, 0) for op, made in zip(recipes, writes, strict=True)], np.int64),
+        np.array([op.cost for op in recipes], float),
+        np.array([op.workspace for op in recipes], np.int64),
+        np.array([mark[op.name] if op.name in once else 0 for op in recipes], np.int64),
+        np.array([mark.get(op.name, 0) for op in recipes], np.int64),
+        np.array([later.get(op.name, 0) for op in recipes], np.int64),
+        np.array([bit for _, bit in sized], np.int64),
+        np.array([size for size, _ in sized], np.int64),
+        np.array([made & ~several for made in reversed(writes[: len(graph.ops)])], np.int64),
+        goal,
+        goal | sum(mark.values()) | reduce(or_, reads, 0),
+    )
