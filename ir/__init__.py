@@ -17,7 +17,7 @@ from rematplan.ir.errors import (
     show_bytes,
 )
 from rematplan.ir.problem_json import load_problem, problem_from_json, problem_to_json, save_problem
-from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
+from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph, topological_order
 
 __all__ = [
     "CHEAP",
@@ -42,4 +42,5 @@ __all__ = [
     "problem_to_json",
     "save_problem",
     "show_bytes",
+    "topological_order",
 ]

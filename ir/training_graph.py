@@ -6,9 +6,10 @@ The types are plain data and do not depend on torch.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -265,3 +266,22 @@ LIBRARIES = "library_workspaces"
 THREADS = 2
 """The number of threads for which a library such as cuBLAS allocates memory: the caller's thread runs the forward half,
 and a thread of autograd runs the backward half."""
+
+
+def topological_order(before: Sequence[Collection[int]]) -> list[int]:
+    """Return the positions in ``before`` so that each follows those that it lists: of those that can be next, the least
+    first. Positions in or after a circle are missing."""
+    waits = [len(found) for found in before]
+    after: list[list[int]] = [[] for _ in before]
+    for at, found in enumerate(before):
+        for other in found:
+            after[other].append(at)
+    ready = [at for at, count in enumerate(waits) if not count]
+    order = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for at in after[order[-1]]:
+            waits[at] -= 1
+            if not waits[at]:
+                heapq.heappush(ready, at)
+    return order

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +26,7 @@ from rematplan.ir.onnx.restored_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_notes import weight_notes
 from rematplan.ir.onnx.weights_or_buffers import Evidence
+from rematplan.ir.training_graph import topological_order
 
 AS_IS = Forms()
 COUNTERS = "num_batches_tracked"  # part of the name of a step counter of torch's batch norm
@@ -95,23 +95,9 @@ def _sorted(draft: Draft) -> tuple[Node, ...]:
     writer = {name: i for i, node in enumerate(draft.nodes) for name in node.outputs if name}
     # What a node's subgraphs read counts as read by the node.
     reads = [(*roles.reads(n), *captured(n.name, draft.bodies)) for n in draft.nodes]
-    waits = [len({writer[n] for n in names if n in writer}) for names in reads]
-    readers: dict[int, set[int]] = defaultdict(set)
-    for i, names in enumerate(reads):
-        for name in names:
-            if name in writer:
-                readers[writer[name]].add(i)
-    ready = [i for i, count in enumerate(waits) if count == 0]
-    order = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in readers[i]:
-            waits[j] -= 1
-            if waits[j] == 0:
-                heapq.heappush(ready, j)
+    order = topological_order([{writer[n] for n in names if n in writer} for names in reads])
     if len(order) < len(draft.nodes):
-        stuck = next(n for n, count in zip(draft.nodes, waits, strict=True) if count)
+        stuck = draft.nodes[min({*range(len(draft.nodes))}.difference(order))]
         raise ModelError(f"the graph has a cycle, in or before node {stuck.name!r} ({stuck.op})")
     return tuple(draft.nodes[i] for i in order)
 

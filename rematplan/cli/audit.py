@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan audit``, and return the exit status: 0 if no fault was found, else 1."""
     function = user_function(args.target)
     from rematplan.auditing.audit import audit
-    from rematplan.report.audit_tables import audit_table, fault_lines
+    from rematplan.report.tables import audit_table, fault_lines
 
     given = _given(args.target, function)
     with _forward_as_stated(given, args.dtype, args.device), out.progress("auditing") as progress:

@@ -23,7 +23,7 @@ from rematplan.plans.budgets import Budget, least_plan, parse_budget
 from rematplan.plans.range_planning import RangePlan, plan_range
 from rematplan.plans.size_ranges import ProblemRange, problems_over
 from rematplan.plans.two_lane_plans import OFF
-from rematplan.report.range_tables import range_table
+from rematplan.report.tables import range_table
 
 BUDGETS = ("80%", "60%", "40%")
 """The budgets of ``rematplan curve`` for a range of sizes if none is stated; see `_bytes` for what a percentage refers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,15 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_split
 from rematplan.plans.budgets import LEAN
-from rematplan.plans.tradeoff import Row
+from rematplan.plans.tradeoff import Row, spread_places
 
 if TYPE_CHECKING:  # a problem file is planned and shown without waiting for torch
     from rematplan.api import MeasuredPlan, StepReport
+    from rematplan.auditing.audit import Audit
+    from rematplan.auditing.faults import Fault
     from rematplan.models import ZooEntry
+    from rematplan.planner.family.range_proof import RangeRow
+    from rematplan.plans.range_planning import RangePlan
     from rematplan.report.comparison_row import Rival
 
 ALWAYS = ("parameters", "buffers", "batch", "activations", "gradients", "workspace")
@@ -274,3 +279,62 @@ def figures_table(title: str, *columns: str, left: int = 1) -> Table:
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
     return table
+
+
+MOST_RESULTS = 3
+"""The largest number of results that are listed for a fault."""
+
+
+def fault_lines(audit: Audit) -> list[str]:
+    """Return for each fault what is wrong and where, what differs, and what to change."""
+    return [line for at, fault in enumerate(audit.faults, 1) for line in _lines(at, fault)]
+
+
+def _lines(at: int, fault: Fault) -> list[str]:
+    more = len(fault.results) - MOST_RESULTS
+    results = ", ".join(fault.results[:MOST_RESULTS]) + (f" and {more} more" if more > 0 else "")
+    size = "" if math.isinf(fault.error) else f", at most {fault.error:.1e} relative"
+    lines = [f"{at}. {fault}", f"   differs: {results}{size}"]
+    return [*lines, f"   change: {fault.advice}"] if fault.advice else lines
+
+
+def audit_table(audit: Audit) -> Table:
+    """Return a table of peak and time: without checkpointing, with the model's own, and with a plan at that peak."""
+    table = figures_table(f"{audit.name}: one step", "", "peak", "time", "against plain")
+    rows = {"plain": audit.plain, "its own checkpointing": audit.own, "a plan at that peak": audit.planned}
+    for name, row in rows.items():
+        if row is not None:
+            more = f"{100 * (row.seconds / audit.plain.seconds - 1):+.0f} %" if row is not audit.plain else ""
+            table.add_row(name, show_bytes(row.peak), show_seconds(row.seconds), more)
+    return table
+
+
+SIZES = 12
+"""The number of evenly spread sizes that `range_table` shows."""
+
+
+def range_table(name: str, plan: RangePlan) -> Table:
+    """Return a table of the predicted peak and overhead at the sizes that `shown_rows` picks."""
+    proof = plan.proof
+    title = f"{name}: {plan.members} plans for {len(proof.rows)} sizes within {show_bytes(proof.budget)}"
+    columns = ("predicted\npeak", "of no\nrecompute", "overhead", "ops\nrecomputed", "bytes")
+    table = figures_table(title, plan.dimension, *columns, left=0)
+    for at in shown_rows(proof.rows):
+        row = proof.rows[at]
+        e = row.estimate
+        known = "captured" if row.size in plan.captured else "computed"
+        share = show_share(e.peak, row.base_peak)
+        if row.fits:
+            cells = (show_bytes(e.peak), share, f"{100 * e.overhead:.2f} %", str(e.reruns))
+            table.add_row(str(row.size), *cells, known)
+        else:
+            proven = row.size in plan.proven
+            told = "proven that none fits" if proven else f"smallest found {show_bytes(e.peak)}"
+            table.add_row(str(row.size), told, "–", "–", "–", known, style="dim")
+    return table
+
+
+def shown_rows(rows: Sequence[RangeRow[int]]) -> list[int]:
+    """Return, ascending, about `SIZES` evenly spread positions, and neighbours of which one fits and one does not."""
+    edges = {k + d for k in range(len(rows) - 1) for d in (0, 1) if rows[k].fits is not rows[k + 1].fits}
+    return sorted({*spread_places(len(rows), SIZES), *edges})

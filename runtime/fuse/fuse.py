@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from rematplan.ir import topological_order
 from rematplan.runtime.fuse.channels_last import in_channels_last
-from rematplan.runtime.fuse.fuse_step import fused_step, name_of
 from rematplan.runtime.fuse.kernel import CannotFuse, FusedKernel, RegionOps, begin_kernel
 from rematplan.runtime.fuse.regions import Group, Region, Regions
-from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.tracked_sizes import SizeValues
 
 GIVE_UP = 3
@@ -185,3 +187,50 @@ def _peak(step: CapturedStep) -> tuple[int, str]:
         gone = {s for s in (*step.reads(call), *writes) if last.get(s, call.name) == call.name} - kept
         resident -= sum(step.storage_bytes[s] for s in gone)
     return highest, at
+
+
+def fused_step(step: CapturedStep, kernels: Mapping[Region, FusedKernel]) -> CapturedStep:
+    """Return the step with one call of a kernel in place of each region's ops."""
+    made = {region: _call(step, region, kernel) for region, kernel in kernels.items()}
+    inside = {name: call for region, call in made.items() for name in region.names}
+    values = dict(step.values)
+    for region, call in made.items():
+        values |= {v: replace(values[v], call=call.name) for v in region.outputs}
+    at = {inside.get(c.name, c).name: at for at, c in enumerate(step.calls)}
+    calls = [c for c in (*step.calls, *made.values()) if c.name not in inside]
+    fused = replace(step, calls=_sorted(calls, at), values=values)
+    return without_dead_calls(with_phases(fused))
+
+
+def _sorted(calls: Sequence[Call], at: Mapping[str, int]) -> tuple[Call, ...]:
+    """Return calls so that each follows those it reads, forward before backward and by least position ``at``."""
+    calls = sorted(calls, key=lambda c: (c.backward, at[c.name]))
+    place = {c.name: k for k, c in enumerate(calls)}
+    maker = {r: place[c.name] for c in calls for r in c.made}
+    before = [{maker[r] for r in c.operands if r in maker} for c in calls]
+    for a, b in pairwise(sorted((c.name for c in calls if c.ordered), key=at.__getitem__)):
+        before[place[b]].add(place[a])
+    order = topological_order(before)
+    assert len(order) == len(calls), "regions depend on each other"
+    return tuple(calls[k] for k in order)
+
+
+def name_of(region: Region) -> str:
+    """Return the name of the call that stands for a region."""
+    return f"{region.names[0]}.fused"
+
+
+def _call(step: CapturedStep, region: Region, kernel: FusedKernel) -> Call:
+    last = step.call[region.names[-1]]
+    modules = {step.call[name].module for name in region.names}
+    return Call(
+        name=name_of(region),
+        target=kernel,
+        args=(*kernel.sizes, *map(Ref, region.inputs)),
+        kwargs={},
+        results=region.outputs,
+        single=len(region.outputs) == 1,
+        backward=last.backward,
+        module=modules.pop() if len(modules) == 1 else "",
+        sequence=last.sequence,
+    )

@@ -17,8 +17,12 @@ from rematplan.runtime.capture.patches.trace_costs import no_collection
 from rematplan.runtime.capture.unrepeatable_draws import no_host_draws
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.export_regions import without_regions
-from rematplan.runtime.pipeline.unrecorded_backwards import refuse_unrecorded_backwards
-from rematplan.runtime.pipeline.unrecorded_state import Numbers, check_numbers, watched_attributes
+from rematplan.runtime.pipeline.unrecorded import (
+    Numbers,
+    check_numbers,
+    refuse_unrecorded_backwards,
+    watched_attributes,
+)
 
 RESERVED = frozenset(name for name in dir(fx.GraphModule) if not hasattr(nn.Module, name))
 """Names of a graph module's own attributes, such as ``code``, which a model's parts cannot have in a stage."""

@@ -1,5 +1,5 @@
-"""Refuse models whose forward assigns buffers, or computes with numbers that it changes, which `torch.export` does
-not record."""
+"""Refuse models with what `torch.export` does not record: a backward of their own, buffers that the forward assigns,
+numbers with which it computes and that it changes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,46 @@ from threading import get_ident
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
+import torch
 from torch import fx, nn
 
 from rematplan.ir import ModelError
+
+META: Any = type(torch.autograd.Function)
+"""The class of autograd functions. Each ``apply`` reads the attribute ``_backward_cls`` of its function."""
+
+
+@contextmanager
+def refuse_unrecorded_backwards(model: nn.Module) -> Iterator[None]:
+    """Raise `ModelError` for a model with module hooks for backwards. After the block, which exports the model, also
+    raise it if this thread called an autograd function or registered a tensor's hook."""
+    name = type(model).__name__
+    for part, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(
+                f"{name} cannot be cut into stages: {part or 'it'} has a backward hook, which stages would not run"
+            )
+    thread, found = get_ident(), list[str]()
+    register: Callable[..., Any] = torch.Tensor.register_hook
+
+    def read(cls: type, attribute: str) -> Any:
+        if attribute == "_backward_cls" and get_ident() == thread:
+            found.append(f"the autograd function {cls.__name__}, whose backward stages would not run")
+        return type.__getattribute__(cls, attribute)
+
+    def registered(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if get_ident() == thread:
+            found.append("Tensor.register_hook, and stages would not run that hook")
+        return register(tensor, hook)
+
+    with (
+        patch.object(META, "__getattribute__", read, create=True),
+        patch.object(torch.Tensor, "register_hook", registered),
+    ):
+        yield
+    if found:
+        raise ModelError(f"{name} cannot be cut into stages: its forward calls {found[0]}")
+
 
 Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 """New values of attributes that are numbers, by module and name."""
