@@ -31,7 +31,8 @@ WALLS = {
     "ir": Wall(("rematplan.ir",), ("numpy", "networkx", "onnx", "onnx_ir", "platformdirs")),
     "planner": Wall(("rematplan.ir", "rematplan.planner"), ("numpy", "numba", "networkx", "ortools")),
     "runtime": Wall(
-        ("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"), ("ml_dtypes", "numpy", "torch")
+        ("rematplan.ir", "rematplan.runtime", "rematplan.planner.core"),
+        ("ml_dtypes", "networkx", "numpy", "torch"),
     ),
     "models": Wall(("rematplan.models",), ("torch",)),
     "rematplan": Wall(
