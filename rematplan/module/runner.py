@@ -220,10 +220,13 @@ class Runner:
             self.distrusted |= found.ops
             if not isinstance(found, OtherNumbers):
                 distrust(found.ops)
-            self.plans = CachedPlans(self.asked.max_plans)
-            self.captures = replace(
-                self.captures.copy(with_shapes=False), only_fixed=found.text if again else "", ready=()
-            )
+            self._drop_plans()
+            self.captures = replace(self.captures, only_fixed=found.text if again else "", ready=())
+
+    def _drop_plans(self) -> None:
+        """Drop all plans, and the captures for sizes that calls had."""
+        self.plans = CachedPlans(self.asked.max_plans)
+        self.captures = self.captures.copy(with_shapes=False)
 
     def _exchange(self, entry: CacheEntry, state: guards.ModuleState) -> None:
         """At a new training step, replace the entry's plan by a better one that was found, unless a backward is
@@ -252,8 +255,9 @@ class Runner:
             return
         if prepared[0] != call.key:
             with LOCK.alone():
-                self.planner, self.plans = planner, CachedPlans(self.asked.max_plans)
-                self.captures = replace(self.captures.copy(with_shapes=False), ready=())
+                self.planner = planner
+                self._drop_plans()
+                self.captures = replace(self.captures, ready=())
 
     def prepare(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for these arguments, unless there is one, without running the model. With statistics, make the

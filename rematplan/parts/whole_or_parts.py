@@ -162,8 +162,7 @@ class WholeOrParts(Runner):
             return
         with LOCK.alone():
             self.planner = replace(self.planner.of_training() or self.planner, options=counted)
-            self.plans = CachedPlans(self.asked.max_plans)
-            self.captures = self.captures.copy(with_shapes=False)
+            self._drop_plans()
             self.parts = self.parts and self.parts.of(self.planner)
 
     @property
@@ -189,8 +188,7 @@ class WholeOrParts(Runner):
             raise type(error)(f"{error}; nor in parts: {why}") from error.__cause__
         LOG.info("%s is planned in parts: %s", self.name, error)
         if captured:
-            self.plans = CachedPlans(self.asked.max_plans)
-            self.captures = self.captures.copy(with_shapes=False)
+            self._drop_plans()
 
     def _new(self, tracing: Tracing) -> CacheEntry:
         if self.captures.repeated >= MANY and not self.stays_whole:

@@ -192,12 +192,11 @@ class _Growth:
 
     def _is_convex(self) -> bool:
         """Return whether no op of the region needs, through other ops, whole results of the region in the same half."""
-        made = {s for name in self.calls for s in self.step.writes(self.step.call[name])}
         whole: dict[bool, set[str]] = {False: set(), True: set()}
         for call in self.step.calls:
             mine = call.name in self.calls
             read = set(call.operands)
-            in_parts = {v for v in read if self.step.values[v].storage in made and self._has_axis(v)}
+            in_parts = {v for v in read if self.step.values[v].storage in self._made and self._has_axis(v)}
             for backward, after in whole.items():
                 waits = not after.isdisjoint(read - in_parts if mine else read)
                 if mine and backward == call.backward and waits:
@@ -360,7 +359,12 @@ class _Growth:
         )
 
     @cached_property
+    def _made(self) -> frozenset[str]:
+        return frozenset(s for name in self.calls for s in self.step.writes(self.step.call[name]))
+
+    @cached_property
     def saved(self) -> int:
         """The bytes of the tensors of which only parts exist after the split."""
-        made = {s for name in self.calls for s in self.step.writes(self.step.call[name])}
-        return sum(self.step.storage_bytes[s] for s in made if self._is_inner(s, self.calls, self.states))
+        return sum(
+            self.step.storage_bytes[s] for s in self._made if self._is_inner(s, self.calls, self.states)
+        )
