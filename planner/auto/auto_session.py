@@ -79,8 +79,9 @@ class AutoSession:
         again."""
         if (found := self.find()) is not None:
             return found
-        known: Known = "proven" if self.bound.best.unreachable else "searched"
         self.refusal.lower(proven=self.bound.best.unreachable)
+        unreachable = self.bound.best.unreachable or self.budget < min_peak_bound(self.graph).bytes
+        known: Known = "proven" if unreachable else "searched"
         self.take((cheap := self.refusal.cheap(),))
         self.take(self.refusal.above())
         least = self.smallest

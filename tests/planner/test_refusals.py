@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from random import Random
 from types import ModuleType
 
 import pytest
@@ -104,6 +105,12 @@ def test_what_is_proven_is_said_whatever_the_strategy(problems: ModuleType, stra
             plan_within(strategy, graph, budget)
         assert (caught.value.known == "proven") == proven
         assert ("is proven to be too small for any plan" in str(caught.value)) == proven
+
+
+def test_a_refusal_is_proven_if_the_search_for_its_smallest_peak_proves_that_peak(problems: ModuleType) -> None:
+    graph = problems.random_training(Random(1), 9)
+    error = refusal(Auto(moves=200_000, reuse=False), graph, 63104 - 1)
+    assert (error.smallest, error.known) == (63104, "proven")
 
 
 def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType) -> None:
