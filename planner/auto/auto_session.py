@@ -18,7 +18,7 @@ from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_plans
 from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
-from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive, is_small
+from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive, has_few_tensors
 from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
 from rematplan.planner.auto.session_options import SessionOptions
@@ -79,9 +79,8 @@ class AutoSession:
         again."""
         if (found := self.find()) is not None:
             return found
-        self.refusal.lower(proven=self.bound.best.unreachable)
-        unreachable = self.bound.best.unreachable or self.budget < min_peak_bound(self.graph).bytes
-        known: Known = "proven" if unreachable else "searched"
+        self.refusal.lower(proven=self.unreachable)
+        known: Known = "proven" if self.unreachable else "searched"
         self.take((cheap := self.refusal.cheap(),))
         self.take(self.refusal.above())
         least = self.smallest
@@ -104,9 +103,8 @@ class AutoSession:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
                     self.gather()
-                    if not self.finished and is_small(
-                        self.graph
-                    ):  # the cheaper the best plan, the fewer states
+                    if not self.finished and has_few_tensors(self.graph):
+                        # The cheaper the best plan, the fewer states are kept.
                         self.anneal(self.graph, SHARES.before_states * self.effort.left)
                     if not self.finished and not self.solved_exhaustively(self.many_states):
                         self.search()
@@ -141,7 +139,12 @@ class AutoSession:
         """Whether the best plan is proven within ``gap`` of the optimum, it is proven that none fits, or
         Ctrl-C ended an annealing.
         """
-        return self.interrupted or self.good_enough(self.best_overhead)
+        return self.interrupted or self.unreachable or self.good_enough(self.best_overhead)
+
+    @property
+    def unreachable(self) -> bool:
+        """Whether it is proven that no plan fits the budget."""
+        return self.bound.best.unreachable or self.budget < min_peak_bound(self.graph).bytes
 
     @property
     def best_overhead(self) -> float:
@@ -204,7 +207,7 @@ class AutoSession:
         effort = self.refusal.effort_of_min
         if self.finished or effort.over:
             return
-        interrupted = self.refusal.lower_for(effort, self.budget, lambda: self.bound.best.unreachable)
+        interrupted = self.refusal.lower_for(effort, self.budget, lambda: self.unreachable)
         if interrupted and self.best is None:
             raise interrupted
         self.interrupted = interrupted is not None

@@ -39,7 +39,7 @@ def exhaustive(
 
     An op that writes nothing, may run once, or has its place in ``graph.ordered`` counts as a tensor.
     """
-    if not is_small(graph):
+    if not has_few_tensors(graph):
         return None
     if graph.input_bytes > budget:
         return Optimum(math.inf, ())
@@ -51,7 +51,7 @@ def exhaustive(
     return Optimum(cost, tuple(recipes[i].name for i in path)) if ended else None
 
 
-def is_small(graph: TrainingGraph) -> bool:
+def has_few_tensors(graph: TrainingGraph) -> bool:
     """Return whether the problem has few enough tensors for `exhaustive`."""
     return len(graph.tensors) - len(graph.inputs) + len(_marked(graph)) <= MOST_BITS
 

@@ -62,9 +62,9 @@ class TimeShares:
     """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
     before_states: float = 0.1
     """The share of the time left for annealing a small problem before all of its schedules are tried."""
-    states_per_second: int = 50_000
+    states_per_second: int = 150_000
     """All schedules of a small problem are tried through at most so many sets of resident tensors per second of the
-    time limit. That takes about a tenth of the time."""
+    time limit. That takes up to a third of the time."""
     states: int = 500_000
     """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried.
     At most this many sets of resident tensors are visited. That takes 1 to 2 seconds and about 60 MB."""
