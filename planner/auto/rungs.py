@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from rematplan.ir import TrainingGraph
@@ -35,10 +36,11 @@ def rungs_above(
     for budget in budgets:
         if any(plan.peak <= budget and _is_free(plan.estimate.overhead) for plan in known):
             continue
-        exact = None if rules.keep_order else exhaustive(graph, budget)
+        below = min((p.estimate.cost for p in (*known, *found) if p.peak <= budget), default=math.inf)
+        exact = None if rules.keep_order else exhaustive(graph, budget, below=below)
         if exact is None:
             costly.append(budget)
-        else:
+        elif exact.cost < below:
             found.append(plan_from_runs(graph, exact.runs, "exhaustive"))
     tries = effort.part(EVICTION * effort.left)
     for k, budget in enumerate(reversed(costly)):
