@@ -58,6 +58,8 @@ class Scope:
     """The path of the ``nn.Module`` (``layer.0``)."""
     operator: str = ""
     """The torch operator (``aten.linear.default``)."""
+    reads: tuple[str, ...] = ()
+    """The module's parameters and buffers that the torch operator reads, in order."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Draft:
     """The exporter's name."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """By name of an initialiser or of a module's tensor."""
+    signed: bool = False
+    """Whether ``origins`` has all of the module's parameters and buffers."""
     scopes: Mapping[str, Scope] = field(default_factory=dict)
     """By node name."""
     bodies: Mapping[str, Mapping[str, Body]] = field(default_factory=dict)

@@ -113,13 +113,15 @@ def _draft(model: Any, path: Path) -> Draft:
     initialisers = _initialisers(graph, path)
     reading = _Reading({_domain(d): v for d, v in model.opset_imports.items()}, path)
     nodes = reading.nodes(graph)
+    names = {place: name for place, _, name in STATED_KIND.findall(graph.metadata_props.get(SIGNATURE, ""))}
     return Draft(
         name=graph.name or path.stem,
         inputs=tuple(_declared(v, "input") for v in graph.inputs if v.name not in initialisers),
         outputs=tuple(_declared(v, "output") for v in graph.outputs),
         initialisers=initialisers,
         nodes=nodes,
-        scopes={n.name: s for n, stated in zip(nodes, graph, strict=True) if (s := _scope(stated))},
+        signed=bool(names),
+        scopes={n.name: s for n, stated in zip(nodes, graph, strict=True) if (s := _scope(stated, names))},
         bodies=reading.bodies,
         stated={
             v.name: tuple(d if isinstance(d, int) else d.value for d in v.shape)
@@ -138,9 +140,11 @@ def _initialisers(graph: Any, path: Path) -> dict[str, Array]:
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-STATED_KIND = re.compile(r"^\S+: ([A-Z_]+) target='([^'\n]+)'", re.MULTILINE)  # a line of the signature
+# A line of the signature: what fx nodes call a tensor of the module, its kind, its name.
+STATED_KIND = re.compile(r"^(\S+): ([A-Z_]+) target='([^'\n]+)'", re.MULTILINE)
 FOLDED = "pkg.onnxscript.optimizer.folded_from"
 SCOPES, OPERATORS = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
+FX_NODE = "pkg.torch.onnx.fx_node"
 
 
 def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
@@ -148,7 +152,7 @@ def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
     metadata are absent.
     """
     signature = next((p.value for p in proto.graph.metadata_props if p.key == SIGNATURE), "")
-    stated = {name: Origin(kind) for kind, name in STATED_KIND.findall(signature)}
+    stated = {name: Origin(kind) for _, kind, name in STATED_KIND.findall(signature)}
     said: dict[str, dict[str, str]] = {t.name: {} for t in proto.graph.initializer}
     for entry in (*proto.graph.value_info, *proto.graph.initializer):
         if entry.name in said and entry.metadata_props:
@@ -160,10 +164,14 @@ def _origins(proto: onnx.ModelProto) -> dict[str, Origin]:
     }
 
 
-def _scope(node: Any) -> Scope | None:
+def _scope(node: Any, names: Mapping[str, str]) -> Scope | None:
+    """Return what a node's metadata say; None if they are incomplete. ``names``: of the module's tensors, by what fx
+    nodes call them."""
     props = node.metadata_props
     modules, operators = _listed(props.get(SCOPES, "")), _listed(props.get(OPERATORS, ""))
-    return Scope(modules[-2], operators[-1]) if len(modules) > 1 and operators else None
+    called = re.findall(r"%(\w+)", props.get(FX_NODE, "")[:MAX_METADATA])
+    reads = tuple(names[c] for c in called if c in names)
+    return Scope(modules[-2], operators[-1], reads) if len(modules) > 1 and operators else None
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from rematplan.ir.onnx import weight_roles as roles
 from rematplan.ir.onnx.draft import Array, Draft, Edit, Origin, Scope
 from rematplan.ir.onnx.folded_weights import restore_repeated_weights
 from rematplan.ir.onnx.graph import Node
+from rematplan.ir.onnx.weight_notes import named
 from rematplan.ir.onnx.weights_or_buffers import GENERATED, Evidence
 
 MAX_UNIFORM = 1 << 22  # larger weights are not checked for being a single repeated number
@@ -32,9 +33,14 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     """
     edit = Edit(dict(draft.initialisers), dict(draft.origins), list(draft.nodes), dict(draft.scopes))
     restored = _restore_folded(edit, draft)
-    separated = _separate_aliases(edit) + _separate_shared(edit)
+    separated = _separate_aliases(edit) + _separate_recorded(edit) + _separate_shared(edit)
+    _separate_statistics(edit)
     evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
     gathered = restore_repeated_weights(edit, evidence)
+    absent = _absent(edit)
+    lost = [
+        n for n in dict.fromkeys(_recorded_reads(edit)) if edit.origins[n].kind == "PARAMETER" and n in absent
+    ]
     said = (
         restored
         and f"{restored} weights that the export had transposed or reshaped have the module's layout again",
@@ -42,6 +48,9 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
         and f"{separated} weights that the export had merged because their values are equal are separate again",
         gathered
         and f"{gathered} weights that the export had repeated in larger constants are single weights again",
+        lost
+        and f"{len(lost)} parameters of the module are not in the file ({named(lost)}): the export dropped them, "
+        "as it does with biases of zeros, or merged them with equal ones",
     )
     found = replace(draft, initialisers=edit.initialisers, origins=edit.origins, nodes=tuple(edit.nodes))
     return found, tuple(text for text in said if text)
@@ -225,14 +234,83 @@ def _is_uniform(array: Array) -> bool:
     return bool((values == values[0]).all())
 
 
+def _recorded_reads(edit: Edit) -> Iterable[str]:
+    return (name for node in edit.nodes for name in edit.scopes.get(node.name, Scope()).reads)
+
+
+def _absent(edit: Edit) -> frozenset[str]:
+    """Return the names of the module's tensors that are no initialisers, and from which none was computed."""
+    folded = {source for origin in edit.origins.values() for source in origin.folded_from}
+    return frozenset(n for n, o in edit.origins.items() if o.kind and n not in edit.initialisers) - folded
+
+
+def _separate_recorded(edit: Edit) -> int:
+    """Give tensors of the module that the exporter merged into others initialisers of their own, where a node records
+    that it reads them. Return how many."""
+    absent, made = _absent(edit), dict[str, str]()
+    for i, node in enumerate(edit.nodes):
+        reads = edit.scopes.get(node.name, Scope()).reads
+        # The node's inputs that are tensors of the module, in order as the operator reads them.
+        places = [at for at, name in enumerate(node.inputs) if _is_recorded(edit, name)]
+        if len(places) != len(reads):
+            places = [at for at in places if node.inputs[at] not in reads]
+            reads = tuple(name for name in reads if name in absent)
+        inputs = list(node.inputs)
+        for at, own in zip(places, reads, strict=True) if len(places) == len(reads) else ():
+            if own not in absent:
+                continue
+            if own not in made:
+                made[own] = edit.fresh(own)
+                edit.initialisers[made[own]] = replace(edit.initialisers[inputs[at]], name=made[own])
+                edit.origins[made[own]] = edit.origins[own]
+            inputs[at] = made[own]
+        edit.nodes[i] = replace(node, inputs=tuple(inputs))
+    return len(made)
+
+
+def _is_recorded(edit: Edit, name: str) -> bool:
+    """Return whether a value is a floating-point tensor of the module, by the file's records."""
+    return bool(edit.float_weight(name) and edit.origins.get(name, Origin()).kind)
+
+
+def _separate_statistics(edit: Edit) -> None:
+    """Give each batch norm in inference form statistics that nothing else reads."""
+    readers = Counter(name for node in edit.nodes for name in node.inputs)
+    for i, node in enumerate(edit.nodes):
+        if node.op != "BatchNormalization" or node.domain or roles.trains_statistics(node):
+            continue
+        inputs = list(node.inputs)
+        for at in sorted(roles.STATISTICS):
+            name = inputs[at]
+            if readers[name] > 1 and edit.float_weight(name):
+                inputs[at] = edit.fresh(f"{node.name}.{('running_mean', 'running_var')[at - 3]}")
+                edit.initialisers[inputs[at]] = replace(edit.initialisers[name], name=inputs[at])
+        edit.nodes[i] = replace(node, inputs=tuple(inputs))
+
+
+def _modules(edit: Edit) -> Mapping[str, str]:
+    """Return the module of each node by the node's name; a node that records none has that of a node that reads its
+    result."""
+    found: dict[str, str] = {}
+    reader: dict[str, str] = {}
+    for node in reversed(edit.nodes):
+        scope = edit.scopes.get(node.name)
+        module = scope.module if scope else next((reader[o] for o in node.outputs if o in reader), None)
+        if module is not None:
+            found[node.name] = module
+            reader.update(dict.fromkeys(node.inputs, module))
+    return found
+
+
 def _separate_shared(edit: Edit) -> int:
     """Give modules weights of their own if the exporter merged them into one initialiser, judged by names and values
     (`_may_separate`). Return how many."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    module_of = _modules(edit)
     for at, node in enumerate(edit.nodes):
         for name in dict.fromkeys(node.inputs):
-            if node.name in edit.scopes and edit.float_weight(name):
-                modules[name][edit.scopes[node.name].module].append(at)
+            if node.name in module_of and edit.float_weight(name):
+                modules[name][module_of[node.name]].append(at)
     separated = 0
     for name, readers in modules.items():
         # The initialiser's name says to which module it belongs.

@@ -101,11 +101,11 @@ def _change_all(draft: Draft, op: str, change: Change) -> tuple[Draft, int]:
 # ------------------------------------------------------------------ batch norm
 
 
-def _trained(node: Node, more: _Additions) -> Node | None:
+def _trained(node: Node, _: _Additions) -> Node | None:
     if roles.trains_statistics(node):
         return None
     outputs = (node.outputs[0], "", "") if node.version >= 7 else node.outputs
-    return _own_statistics(replace(node, outputs=outputs, attributes=_with_mode(node, training=True)), more)
+    return replace(node, outputs=outputs, attributes=_with_mode(node, training=True))
 
 
 def _with_mode(node: Node, training: bool) -> dict[str, Attribute]:
@@ -115,19 +115,6 @@ def _with_mode(node: Node, training: bool) -> dict[str, Attribute]:
     if node.version < 7:
         return {**node.attributes, "is_test": int(not training)}
     return dict(node.attributes)
-
-
-def _own_statistics(node: Node, more: _Additions) -> Node:
-    """Return a batch norm with copies of the running statistics that other nodes read too."""
-    # In training form it updates them from its input, so two cannot share.
-    inputs = list(node.inputs)
-    shared = Counter(i for n in more.draft.nodes for i in n.inputs)
-    for at in sorted(roles.STATISTICS):
-        name = inputs[at]
-        if name in more.initialisers and shared[name] > 1:
-            inputs[at] = f"{node.name}.{('running_mean', 'running_var')[at - 3]}"
-            more.initialisers[inputs[at]] = replace(more.initialisers[name], name=inputs[at])
-    return replace(node, inputs=tuple(inputs))
 
 
 def _frozen(node: Node, more: _Additions) -> Node | None:

@@ -28,20 +28,21 @@ def weight_notes(draft: Draft, weights: Sequence[Weight], reached: Iterable[str]
     untrained &= {n for n in draft.initialisers if not GENERATED.match(n)} & set(reached)
     said = (
         equal
-        and f"weights with equal values are trained separately ({_named(equal)}); if the network ties them, let its "
+        and f"weights with equal values are trained separately ({named(equal)}); if the network ties them, let its "
         "nodes read one initialiser",
         derived
         and f"weights that the export computed from other weights are trained separately from these "
-        f"({_named(derived)})",
+        f"({named(derived)})",
         untrained
         and not tells
         and f"float initialisers with names or values of masks and tables are not trained "
-        f"({_named(sorted(untrained))})",
+        f"({named(sorted(untrained))})",
     )
     return tuple(text for text in said if text)
 
 
-def _named(names: Sequence[str]) -> str:
+def named(names: Sequence[str]) -> str:
+    """Return the first names of a list in a row, and how many there are more."""
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 

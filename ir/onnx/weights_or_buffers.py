@@ -39,7 +39,7 @@ class Evidence:
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
         self.written = {o for node in draft.nodes for o in node.outputs}
-        self.tells = any(o.kind for o in draft.origins.values())
+        self.tells, self.signed = any(o.kind for o in draft.origins.values()), draft.signed
 
     def is_weight(self, array: Array) -> bool:
         """Return whether a floating-point initialiser may be a trained weight, judged by its origin, name, use and
@@ -66,8 +66,8 @@ class Evidence:
         stated = {s: self.origins[s].kind for s in sources if s in self.origins and self.origins[s].kind}
         # In this order: recorded kinds, qualified names (``layer.0.weight``) that are no buffers', calls such
         # as ``arange``, and sources that no node writes.
-        if "PARAMETER" in stated.values():
-            return True
+        if "PARAMETER" in stated.values() or self.signed:
+            return "PARAMETER" in stated.values()
         qualified = [s for s in sources if "." in s and s not in stated]
         if qualified:
             return any(not BUFFER.match(s.rpartition(".")[2]) for s in qualified)

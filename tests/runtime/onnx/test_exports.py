@@ -119,7 +119,37 @@ class Tied(nn.Module):
         return torch.tanh(self.inner(self.tokens(i))) @ self.tokens.weight.t()
 
 
+class Fresh(nn.Module):
+    """Equal numbers that are not tied: of norms, statistics, buffers and gains; ops with numbers as arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+        self.gain = nn.Parameter(torch.ones(5))
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x):
+        h = self.norm(F.softplus(self.inner(x), 2.0))
+        return self.head(torch.addcmul(h, h, h, value=0.3).clamp(-0.7, 0.7) * self.scale * self.gain)
+
+
+class Decoder(nn.Module):
+    """Two attentions, of which one splits its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+        with torch.no_grad():
+            for attention in (self.layer.self_attn, self.layer.multihead_attn):
+                attention.out_proj.bias.uniform_(-0.1, 0.1)
+
+    def forward(self, x):
+        return self.layer(x, x)
+
+
 NETS = {
+    "fresh": (Fresh, lambda: torch.randn(4, 6)),
+    "decoder": (Decoder, lambda: torch.randn(2, 5, 8)),
     "tied": (Tied, lambda: torch.randint(0, 15, (2, 5))),
     "cells": (Cells, lambda: torch.randn(2, 3, 6)),
     "encoder": (Encoder, lambda: torch.randn(2, 5, 8)),
@@ -136,6 +166,8 @@ EXPORTS = {
     "script-17": {"dynamo": False, "opset_version": 17},
 }
 CASES = [
+    ("fresh", "dynamo"),
+    ("decoder", "dynamo"),
     *(("cells", e) for e in ("dynamo", "script-17")),
     *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
     *(("language", e) for e in ("dynamo", "dynamo-20", "dynamo-23", "dynamo-batch", "script-17")),
@@ -208,6 +240,17 @@ def test_what_was_undone_is_said(folder):
     roles = {w.name: w.role for w in graph.weights}
     assert roles["fixed"] == "constant"
     assert roles["gain"] == "parameter"
+
+
+def test_parameters_that_the_export_dropped_are_named(tmp_path):
+    net, x, path = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8), tmp_path / "n.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net.eval(), (x, x, x), path, dynamo=True, verbose=False)
+    notes = load_onnx(path).notes
+    assert any(
+        n.startswith("1 parameters of the module are not in the file (out_proj.bias): ") for n in notes
+    )
 
 
 def test_large_weights_stay_outside_the_file(folder):
