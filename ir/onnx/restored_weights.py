@@ -1,9 +1,9 @@
 """Undo what ONNX exporters do to weights: they merge equal ones, and transpose or reshape others, which
 unties tied ones.
 
-Merged weights are separated if all their values are one number, or their names differ only in layer numbers;
-other equal ones count as tied. A stored transpose gets the original weight if its name is recorded, or an
-embedding's table equals it.
+Merged weights are separated where nodes record what they read. Without records they are if all their values are
+one number, or their names differ only in layer numbers; other equal ones count as tied. A stored transpose gets
+the original weight if its name is recorded, or an embedding's table equals it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
     _separate_statistics(edit)
     evidence = Evidence(replace(draft, nodes=tuple(edit.nodes)), roles.uses(edit.nodes))
     gathered = restore_repeated_weights(edit, evidence)
-    absent = _absent(edit)
-    lost = [
-        n for n in dict.fromkeys(_recorded_reads(edit)) if edit.origins[n].kind == "PARAMETER" and n in absent
-    ]
+    lost = _lost(edit)
     said = (
         restored
         and f"{restored} weights that the export had transposed or reshaped have the module's layout again",
@@ -167,8 +164,9 @@ def _restore_weight(edit: Edit, copy: str, name: str, view: _View) -> None:
             readers[edit.scopes.get(node.name, Scope()).module].append(at)
     views = {}
     for module, places in readers.items():
-        views[places[0]] = node = _view_node(edit, name, stored.shape, view, edit.nodes[places[0]].version)
-        edit.scopes[node.name] = Scope(module)
+        first = edit.nodes[places[0]]
+        views[places[0]] = node = _view_node(edit, name, stored.shape, view, first.version)
+        edit.scopes[node.name] = Scope(module, reads=_reads(edit, first))
         for at in places:
             edit.nodes[at] = _renamed(edit.nodes[at], {copy: node.outputs[0]})
     edit.nodes[:] = [n for at, node in enumerate(edit.nodes) for n in (views.get(at), node) if n is not None]
@@ -234,8 +232,8 @@ def _is_uniform(array: Array) -> bool:
     return bool((values == values[0]).all())
 
 
-def _recorded_reads(edit: Edit) -> Iterable[str]:
-    return (name for node in edit.nodes for name in edit.scopes.get(node.name, Scope()).reads)
+def _reads(edit: Edit, node: Node) -> tuple[str, ...]:
+    return edit.scopes.get(node.name, Scope()).reads
 
 
 def _absent(edit: Edit) -> frozenset[str]:
@@ -244,12 +242,18 @@ def _absent(edit: Edit) -> frozenset[str]:
     return frozenset(n for n, o in edit.origins.items() if o.kind and n not in edit.initialisers) - folded
 
 
+def _lost(edit: Edit) -> list[str]:
+    """Return the names of parameters that nodes record to read, and that are not in the file."""
+    absent, read = _absent(edit), dict.fromkeys(r for node in edit.nodes for r in _reads(edit, node))
+    return [name for name in read if name in absent and edit.origins[name].kind == "PARAMETER"]
+
+
 def _separate_recorded(edit: Edit) -> int:
     """Give tensors of the module that the exporter merged into others initialisers of their own, where a node records
     that it reads them. Return how many."""
     absent, made = _absent(edit), dict[str, str]()
     for i, node in enumerate(edit.nodes):
-        reads = edit.scopes.get(node.name, Scope()).reads
+        reads = _reads(edit, node)
         # The node's inputs that are tensors of the module, in order as the operator reads them.
         places = [at for at, name in enumerate(node.inputs) if _is_recorded(edit, name)]
         if len(places) != len(reads):
@@ -304,7 +308,7 @@ def _modules(edit: Edit) -> Mapping[str, str]:
 
 def _separate_shared(edit: Edit) -> int:
     """Give modules weights of their own if the exporter merged them into one initialiser, judged by names and values
-    (`_may_separate`). Return how many."""
+    (`_may_separate`), where no record says that they share it. Return how many."""
     modules: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     module_of = _modules(edit)
     for at, node in enumerate(edit.nodes):
@@ -313,14 +317,20 @@ def _separate_shared(edit: Edit) -> int:
                 modules[name][module_of[node.name]].append(at)
     separated = 0
     for name, readers in modules.items():
-        # The initialiser's name says to which module it belongs.
+        # The initialiser's name says to which module it belongs, unless the exporter computed it.
         home = max((m for m in readers if m and name.startswith(f"{m}.")), key=len, default="")
         wanted = {m: m + name[len(home) :] for m in readers if m and not name.startswith(f"{m}.")}
-        if not home or not wanted or not _may_separate(edit, name, wanted.values()):
+        if not home:
+            sources = edit.origins.get(name, Origin()).folded_from
+            computed = any(edit.origins.get(s, Origin()).kind == "PARAMETER" for s in sources)
+            wanted = {m: f"{m}.{name}" for m in [*readers][1:]} if computed else {}
+        if not wanted or not _may_separate(edit, name, wanted.values()):
             continue
         for module, own in wanted.items():
-            _own_weight(edit, name, own, readers[module])
-        separated += len(wanted)
+            merged = [at for at in readers[module] if name not in _reads(edit, edit.nodes[at])]
+            if merged:
+                _own_weight(edit, name, own, merged)
+                separated += 1
     return separated
 
 

@@ -147,7 +147,43 @@ class Decoder(nn.Module):
         return self.layer(x, x)
 
 
+class Shared(nn.Module):
+    """One layer under two numbers, which is tied, and two further layers with its values, which are not."""
+
+    def __init__(self):
+        super().__init__()
+        one = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.layers = nn.ModuleList([one, one, copy.deepcopy(one), copy.deepcopy(one)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stacked(nn.Module):
+    """Gains of one that two modules stack from parameters of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Halves(), Halves()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+        self.upper, self.lower = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * torch.cat([self.upper, self.lower]))
+
+
 NETS = {
+    "shared": (Shared, lambda: torch.randn(4, 6)),
     "fresh": (Fresh, lambda: torch.randn(4, 6)),
     "decoder": (Decoder, lambda: torch.randn(2, 5, 8)),
     "tied": (Tied, lambda: torch.randint(0, 15, (2, 5))),
@@ -167,6 +203,7 @@ EXPORTS = {
 }
 CASES = [
     ("fresh", "dynamo"),
+    ("shared", "dynamo"),
     ("decoder", "dynamo"),
     *(("cells", e) for e in ("dynamo", "script-17")),
     *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
@@ -251,6 +288,21 @@ def test_parameters_that_the_export_dropped_are_named(tmp_path):
     assert any(
         n.startswith("1 parameters of the module are not in the file (out_proj.bias): ") for n in notes
     )
+
+
+def test_gains_that_modules_stacked_are_not_tied(tmp_path):
+    net, x, path = Stacked(), torch.randn(2, 6), tmp_path / "n.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net.eval(), (x,), path, dynamo=True, verbose=False)
+    ours = OnnxModule(load_onnx(path))
+    ours(x)[0].square().sum().backward()
+    net(x).square().sum().backward()
+    wanted = [torch.cat([h.upper.grad, h.lower.grad]) for h in (net.first, net.second)]
+    found = [p.grad for p in ours.parameters() if p.dim() == 1]
+    assert len(found) == 2
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_large_weights_stay_outside_the_file(folder):
