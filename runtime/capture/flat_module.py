@@ -18,6 +18,7 @@ from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hi
 from rematplan.runtime.capture.open_classes import OPENED, open_classes, with_opened_objects
 from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.graph.compat import is_functional_tensor, pytree
+from rematplan.runtime.guards.call_key import is_cast_anew
 from rematplan.runtime.guards.containers import containers_in
 from rematplan.runtime.guards.module_tensors import ModuleTensors
 from rematplan.runtime.guards.python_state import PythonState
@@ -130,6 +131,8 @@ class FlatModel(nn.Module):
             for leaf in leaves
         ]
         self._spec = spec
+        #: Which of the tensors autocast casts at each use, by their positions.
+        self.cast_anew = frozenset(at for at, tensor in enumerate(tensors_in(leaves)) if is_cast_anew(tensor))
         #: The structure of the results, a list of each `Write` with its value, and the arguments if the
         #: forward changed a list or dictionary in them.
         self.outputs: pytree.TreeSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.lists_of_tensors import lists_of_tensors_stacked
 from rematplan.runtime.capture.patches.tensor_data import written_data
 from rematplan.runtime.guards.assertions import SpeculatedAssertions
+from rematplan.runtime.guards.call_key import is_cast_anew
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.finite_tests import FiniteTests
 
@@ -39,10 +40,13 @@ class UntiedModule(nn.Module):
         self.left: dict[str, torch.Tensor] = {}  # the inner module's tensors after its forward
         self.outputs = 0  # the number of the module's outputs; further results are checks
         self.names: dict[str, str] = {}
+        self.cast_anew: set[str] = set()  # the parameters that autocast casts at each use
         short: dict[int, str] = {}
         for at, (name, parameter) in enumerate(module.named_parameters()):
             self._parameters[f"p{at}"] = parameter  # a plain tensor inside of `torch.func.functional_call`
             short[id(parameter)], self.names[f"p{at}"] = f"p{at}", name
+            if is_cast_anew(parameter):
+                self.cast_anew.add(f"p{at}")
         for at, (name, buffer) in enumerate(module.named_buffers()):
             self.register_buffer(f"b{at}", buffer)
             short[id(buffer)], self.names[f"b{at}"] = f"b{at}", name
@@ -70,7 +74,7 @@ class UntiedModule(nn.Module):
         self.replaced.enter_context(written_data([*leaves, *self.buffers()]))
         with (
             Checks(self.assertions, self.finite) as checks,
-            casting_once(leaves, self.casts_once),
+            casting_once(self._cast_once(batch), self.casts_once),
             MarkedIndexing() if self.open else nullcontext(),
             lists_of_tensors_stacked(),
         ):
@@ -86,6 +90,15 @@ class UntiedModule(nn.Module):
         results = results if isinstance(results, tuple) else (results,)
         self.outputs = len(results)
         return *results, *checks.results
+
+    def _cast_once(self, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters and tensors of the batch that autocast's cache would have in eager mode."""
+        inner = self.__dict__["inner"]
+        anew = inner.cast_anew if isinstance(inner, FlatModel) else frozenset()
+        return [
+            *(t for short, t in self._parameters.items() if t is not None and short not in self.cast_anew),
+            *(t for at, t in enumerate(batch) if at not in anew),
+        ]
 
     def check_backward(self) -> None:
         """Raise `ModelError` if the backward has assigned other tensors to the inner module's buffers or parameters."""

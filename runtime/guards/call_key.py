@@ -90,16 +90,26 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
     gives fewer."""
     try:
         lazy = tensor.is_conj(), tensor.is_neg()  # its memory is conjugated or negated only when it is read
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *_gradient(tensor), lazy
     except RuntimeError:  # the tensor has no shape or no strides
-        return tensor.layout, tensor.dtype, tensor.device, tensor.requires_grad
+        return tensor.layout, tensor.dtype, tensor.device, *_gradient(tensor)
 
 
 def like_of_any_size(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a tensor's layout, number of dimensions, type, device, whether it requires a gradient, and lazy
-    conjugation and negation."""
+    """Return a tensor's layout, number of dimensions, type, device, how it requires a gradient, and lazy conjugation
+    and negation."""
     lazy = tensor.is_conj(), tensor.is_neg()
-    return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, lazy
+    return tensor.layout, tensor.dim(), tensor.dtype, tensor.device, *_gradient(tensor), lazy
+
+
+def is_cast_anew(tensor: torch.Tensor) -> bool:
+    """Return whether autocast casts a tensor that requires a gradient at each use, since its cache has only leaves."""
+    return tensor.requires_grad and (not tensor.is_leaf or tensor._is_view())
+
+
+def _gradient(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor requires a gradient, and whether autocast casts it at each use."""
+    return tensor.requires_grad, is_cast_anew(tensor)
 
 
 def _exactly(leaf: Any) -> Any:

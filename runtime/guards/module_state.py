@@ -161,4 +161,6 @@ class ModuleTree:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    """Return whether the guard in C++ tells a tensor from all others with another key."""
+    is_leaf = type(tensor) is nn.Parameter or not tensor.requires_grad
+    return type(tensor) in _PLAIN and is_leaf and tensor.layout is torch.strided and not tensor.is_nested

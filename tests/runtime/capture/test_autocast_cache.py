@@ -79,3 +79,34 @@ def test_a_backward_is_not_under_autocast() -> None:
         y.square().mean().backward()
         gradients.append([model.weight.grad, model.bias.grad])
     assert all(map(torch.equal, *gradients))
+
+
+class Heads(nn.Module):
+    """Uses its input and a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers[1](self.layers[0](x) * self.layers[1](x))
+
+
+def test_only_leaves_are_cast_once() -> None:
+    torch.manual_seed(0)
+    plain, x = Heads(), torch.randn(15, 13)
+    planned = rematplan.apply(copy.deepcopy(plain), "100%", strategy="store_all", costs="roofline")
+    for nodes in (False, True, False):
+        gradients = []
+        for model in (planned, plain):
+            start = {"x": x.clone(), **{n: p.detach().clone() for n, p in model.named_parameters()}}
+            given = {name: t.requires_grad_() for name, t in start.items()}
+            if nodes:
+                given = {name: 1.0 * t for name, t in start.items()}
+            rows = given.pop("x")
+            with AUTOCAST["cached"]():
+                y = torch.func.functional_call(model, given, (rows,))
+            y.float().square().mean().backward()
+            gradients.append([t.grad for t in start.values()])
+        assert all(map(torch.equal, *gradients))
+    assert len(rematplan.planning(planned).plans) == 2
