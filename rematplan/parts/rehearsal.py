@@ -40,6 +40,7 @@ MIXED = (
     "it uses an input or a parameter several times that is used elsewhere, too, so its gradients would be summed in "
     "another order"
 )
+SLICE = "it returns a slice, of which a plan would return a dense copy, and ops may round otherwise there"
 TWICE = "its backward is differentiated again"
 UNKNOWN = 2
 """By how much the bytes of a rest count whose backward cannot be rehearsed."""
@@ -299,6 +300,8 @@ class Rehearsal:
             structure[:] = leaves, spec
             every = zip(leaves, group.results, strict=True)
             made = [(leaf, *of) for leaf, of in every if isinstance(leaf, torch.Tensor)]
+            if not self.stated and any(_is_slice(leaf) for leaf, _, _ in made):
+                self.unfit[self._calls[call][0]] = SLICE
             self._live.count([leaf for leaf, _, _ in made])
             return made
 
@@ -322,6 +325,14 @@ def _unsuitable(found: Found) -> str:
         return "it decides by values or draws, and each outcome needs a capture"
     few = sum(not call.is_view and not call.backward for call in found.step.calls) < FEW
     return TOO_SMALL if few else ""
+
+
+def _is_slice(tensor: torch.Tensor) -> bool:
+    """Return whether a copy of a tensor has other strides, along dimensions with several elements."""
+    if tensor.layout is not torch.strided:
+        return False
+    copied = torch.empty_like(tensor, device="meta").stride()
+    return any(n > 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), copied, strict=True))
 
 
 def repeated_bytes(parts: Mapping[str, nn.Module], calls: Iterable[str]) -> int:

@@ -9,6 +9,7 @@ import torch
 from parts_models import (
     WIDTH,
     Base,
+    Block,
     Dropping,
     Matching,
     batch,
@@ -71,6 +72,22 @@ class Features(Skips):
         logits, first = found if self.how == "results" else (found, None)
         first = self.features.pop() if first is None else first
         return functional.cross_entropy(logits, labels) + first.square().mean()
+
+
+class Slices(Base):
+    """A block that returns every other row."""
+
+    class Half(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.cat((x, x), dim=1).view(-1, WIDTH))[::2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = self.Half()
+
+    def body(self, x: Tensor) -> Tensor:
+        np.random.uniform()
+        return super().body(x)
 
 
 class Result:
@@ -320,3 +337,11 @@ def test_refusals() -> None:
     alone.blocks[0].drop.p = 0.0
     with pytest.raises((ModelError, InfeasibleBudget)):
         model(batch(0)[0], "text")
+
+
+def test_a_module_that_returns_a_slice_is_no_part() -> None:
+    model, plain = made(Slices)
+    in_parts(model, "1MiB")
+    same_steps(model, plain, 3)
+    assert {name for name, _ in planned(model).rehearsed.calls} == {"blocks.0", "blocks.2", "blocks.3"}
+    assert "; not planned: blocks.1 (it returns a slice" in planned(model).text()
