@@ -12,9 +12,11 @@ from rematplan.planner.core.array_types import Floats, Ints
 
 MOST_BITS = 63
 """Masks are signed integers of 64 bits."""
-LOOKS = 8
+LOOKS = 12
 """The search looks at up to this multiple of the number of states that it may keep: others are known or cost too
 much."""
+MOST_FREED = 1 << 16
+"""It gives up if an op may run after freeing any of so many minimal sets of tensors."""
 FACTOR, SHIFT = 0x9E3779B97F4A7C15 - (1 << 64), 29
 
 Numbers = TypeVar("Numbers", Ints, Floats)
@@ -51,15 +53,13 @@ def search(problem: Masks, room: int, below: float, most_states: int) -> tuple[b
     """Return whether the search ended within ``most_states`` states, the least cost of a schedule, and its ops and
     inverses in order; the cost is infinite if none that costs less than ``below`` fits. ``room``: the budget without
     inputs, in bytes."""
-    goal, useful = problem.goal, problem.useful
     sets, costs = np.zeros(1024, np.int64), np.zeros(1024)
     came, by = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
-    table = np.full(4096, -1, np.int64)
+    table = np.full(2048, -1, np.int64)
     table[_slot(table, sets, 0)] = 0
-    known, looks = 1, 0
+    freed = np.zeros(MOST_FREED, np.int64)
     queue = [(_floor(problem, 0), -0.0, 0)]
-    chosen, short = np.zeros(MOST_BITS + 1, np.int64), np.zeros(MOST_BITS + 1, np.int64)
-    others, left = np.zeros(MOST_BITS, np.int64), np.zeros(MOST_BITS + 1, np.int64)
+    known, looks, none = 1, 0, np.zeros(0, np.int64)
     while queue:
         bound, spent, state = heappop(queue)
         cost, held = -spent, sets[state]
@@ -67,62 +67,73 @@ def search(problem: Masks, room: int, below: float, most_states: int) -> tuple[b
             break
         if cost > costs[state]:
             continue
-        if held & goal == goal:
+        if held & problem.goal == problem.goal:
             return True, cost, _path(came, by, state)
-        resident = _total(problem, held)
+        over = _total(problem, held) - room
         for op in range(problem.reads.size):
             reads, writes = problem.reads[op], problem.writes[op]
-            if held & reads != reads or not writes & useful & ~held or held & problem.barred[op]:
+            if held & reads != reads or not writes & problem.useful & ~held or held & problem.barred[op]:
                 continue
             if held & problem.later[op] and not held & problem.first[op]:
                 continue
-            total, during = cost + problem.cost[op], held | writes
-            count = 0
-            for i in range(problem.bit.size):
-                if held & problem.bit[i] and not (reads | writes) & problem.bit[i]:
-                    others[count] = i
-                    count += 1
-            left[count] = 0
-            for i in range(count - 1, -1, -1):
-                left[i] = left[i + 1] + problem.bytes[others[i]]
+            total, during = cost + problem.cost[op], (held | writes) & problem.useful
             # A resident tensor does no harm until an op needs its bytes, so minimal sets are freed, and no earlier.
-            # `chosen[: depth]` are the places of freed tensors in `others`, and `at` is the next place to try.
-            short[0] = resident + _total(problem, writes & ~held) + problem.workspace[op] - room
-            depth, at = 0, 0
-            while depth >= 0:
-                if short[depth] <= 0:
-                    then = during & useful
-                    for d in range(depth):
-                        then &= ~problem.bit[others[chosen[d]]]
-                    looks += 1
-                    if looks > LOOKS * most_states:
-                        return False, np.inf, np.zeros(0, np.int64)
-                    bound = total + _floor(problem, then)
-                    if bound < below:
-                        slot = _slot(table, sets, then)
-                        if table[slot] < 0:
-                            if known == most_states:
-                                return False, np.inf, np.zeros(0, np.int64)
-                            if known == sets.size:
-                                sets, costs, came, by = _twice(sets), _twice(costs), _twice(came), _twice(by)
-                                table = _filled(sets, 4 * sets.size, known)
-                                slot = _slot(table, sets, then)
-                            table[slot], sets[known], costs[known] = known, then, np.inf
-                            known += 1
-                        found = table[slot]
-                        if total < costs[found]:
-                            costs[found], came[found], by[found] = total, state, op
-                            heappush(queue, (bound, -total, found))
-                elif left[at] >= short[depth]:
-                    chosen[depth] = at
-                    depth += 1
-                    short[depth] = short[depth - 1] - problem.bytes[others[at]]
-                    at += 1
+            short = over + _total(problem, writes & ~held) + problem.workspace[op]
+            count = _minimal_sets(problem, held & ~(reads | writes), short, freed)
+            looks += count
+            if count == MOST_FREED or looks > LOOKS * most_states:
+                return False, np.inf, none
+            for i in range(count):
+                then = during & ~freed[i]
+                slot = _slot(table, sets, then)
+                if table[slot] >= 0 and total >= costs[table[slot]]:
                     continue
-                depth -= 1
-                if depth >= 0:
-                    at = chosen[depth] + 1
-    return True, np.inf, np.zeros(0, np.int64)
+                bound = total + _floor(problem, then)
+                if bound >= below:
+                    continue
+                if table[slot] < 0:
+                    if known == most_states:
+                        return False, np.inf, none
+                    if known == sets.size:
+                        sets, costs, came, by = _twice(sets), _twice(costs), _twice(came), _twice(by)
+                        table = _filled(sets, 2 * sets.size, known)
+                        slot = _slot(table, sets, then)
+                    table[slot], sets[known] = known, then
+                    known += 1
+                found = table[slot]
+                costs[found], came[found], by[found] = total, state, op
+                heappush(queue, (bound, -total, found))
+    return True, np.inf, none
+
+
+@unlocked
+def _minimal_sets(problem: Masks, held: int, short: int, freed: Ints) -> int:
+    """Write into ``freed`` the minimal subsets of ``held`` whose bytes sum to at least ``short`` (the empty set if that
+    is not positive), and return how many, at most as many as ``freed`` has places."""
+    count, depth = 0, 0
+    # By depth: the set so far, the bytes that it lacks, the bytes of the tensors not tried yet, the next tensor.
+    chosen, lacks = np.zeros(MOST_BITS + 1, np.int64), np.zeros(MOST_BITS + 1, np.int64)
+    rest, at = np.zeros(MOST_BITS + 1, np.int64), np.zeros(MOST_BITS + 1, np.int64)
+    lacks[0], rest[0] = short, _total(problem, held)
+    while depth >= 0 and count < freed.size:
+        if lacks[depth] <= 0:
+            freed[count] = chosen[depth]
+            count += 1
+            depth -= 1
+        elif rest[depth] < lacks[depth]:
+            depth -= 1
+        else:
+            i = at[depth]
+            at[depth] += 1
+            if held & problem.bit[i]:
+                rest[depth] -= problem.bytes[i]
+                chosen[depth + 1], lacks[depth + 1] = (
+                    chosen[depth] | problem.bit[i],
+                    lacks[depth] - problem.bytes[i],
+                )
+                rest[depth + 1], at[depth + 1] = rest[depth], i + 1
+                depth += 1
+    return count
 
 
 @inner
