@@ -17,7 +17,7 @@ import numpy as np
 from rematplan.ir import Op, TrainingGraph
 from rematplan.planner.auto.exhaustive_kernel import MOST_BITS, Masks, search
 
-MOST_STATES = 50_000
+MOST_STATES = 20_000
 """Takes about a tenth of a second."""
 
 

@@ -12,7 +12,7 @@ from rematplan.planner.core.array_types import Floats, Ints
 
 MOST_BITS = 63
 """Masks are signed integers of 64 bits."""
-LOOKS = 12
+LOOKS = 32
 """The search looks at up to this multiple of the number of states that it may keep: others are known or cost too
 much."""
 MOST_FREED = 1 << 16

@@ -62,12 +62,12 @@ class TimeShares:
     """With fewer ops than this, the block strategies take almost no time, and there is no annealing before them."""
     before_states: float = 0.1
     """The share of the time left for annealing a small problem before all of its schedules are tried."""
-    states_per_second: int = 100_000
+    states_per_second: int = 60_000
     """All schedules of a small problem are tried through at most so many sets of resident tensors per second of the
     time limit. That takes up to a third of the time."""
     states: int = 1_000_000
     """If the plans from which annealing would start are not proven optimal, all schedules of a small problem are tried.
-    At most this many sets of resident tensors are kept. That takes up to 4 seconds and 80 MB."""
+    At most this many sets of resident tensors are kept. That takes up to 5 seconds and 80 MB."""
     near: float = 0.005
     """A problem of more than `VAST` ops gets no block plans if that from the minimum cut at the loss exceeds the lower
     bound by at most this. It is an overhead: a share of the step's time without recomputation."""
