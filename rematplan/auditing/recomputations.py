@@ -8,9 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from threading import get_ident, local
+from threading import local
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,13 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from rematplan.auditing.python_state import title
 from rematplan.runtime.capture.patches.autograd_functions import Kind, watched_functions
 from rematplan.runtime.capture.patches.checkpoint import watched_checkpoints
-from rematplan.runtime.graph.compat import (
-    PUSH_SAVED_TENSORS_HOOKS,
-    TorchDispatchMode,
-    c_autograd,
-    current_graph_task,
-    pytree,
-)
+from rematplan.runtime.capture.patches.saved_tensors import Hook, hooks_replaced
+from rematplan.runtime.graph.compat import TorchDispatchMode, current_graph_task, pytree
 from rematplan.runtime.graph.generator_states import NUMPY, PYTHON, states_of
 
 SAMPLE = 4096
@@ -126,23 +120,10 @@ def watched_step(model: nn.Module) -> Iterator[Watched]:
     with ExitStack() as stack:
         stack.enter_context(recorder.modules())
         stack.enter_context(watched_checkpoints(recorder.checkpoint))
-        stack.enter_context(_watched_saving(recorder.seen))
+        stack.enter_context(hooks_replaced(recorder.saving))
         stack.enter_context(watched_functions(recorder.function))
         stack.enter_context(recorder)
         yield recorder.seen
-
-
-@contextmanager
-def _watched_saving(seen: Watched) -> Iterator[None]:
-    thread, push = get_ident(), getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
-
-    def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        if get_ident() == thread and not str(getattr(pack, "__module__", "")).startswith("torch."):
-            seen.saved_tensors_hooks.append(title(pack))
-        push(pack, unpack)
-
-    with patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, pushed):
-        yield
 
 
 class _Recorder(TorchDispatchMode):
@@ -152,6 +133,11 @@ class _Recorder(TorchDispatchMode):
         self.names = {id(module): name for name, module in model.named_modules()}
         self.buffers = {id(buffer) for buffer in model.buffers()}
         self.thread = local()
+
+    def saving(self, pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
+        if not str(getattr(pack, "__module__", "")).startswith("torch."):
+            self.seen.saved_tensors_hooks.append(title(pack))
+        return pack, unpack
 
     # The modules that are running in this thread, each with the autocast state at its start, and the regions; innermost
     # last.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from traceback import walk_stack
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from rematplan.ir import ModelError
@@ -15,6 +15,8 @@ from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import PUSH_SAVED_TENSORS_HOOKS, c_autograd, top_saved_tensors_hooks
 from rematplan.runtime.graph.warn import warn
 
+Hook: TypeAlias = Callable[..., Any]
+"""A hook that packs or unpacks a saved tensor."""
 OF_CHECKPOINTS = "torch.utils.checkpoint."
 """The beginning of the names of the hooks with which a checkpoint runs a function again: they store nothing."""
 ON_CPU = "torch.autograd.graph.save_on_cpu."
@@ -25,21 +27,31 @@ ON_CPU = "torch.autograd.graph.save_on_cpu."
 def no_saved_tensors_hooks(name: str) -> Iterator[None]:
     """Raise `ModelError`, inside the block and in this thread, for hooks on saved tensors, except a checkpoint's. Warn
     after the block of `save_on_cpu`, which does not change gradients. ``name``: of the model."""
-    thread = get_ident()  # all threads see the replaced function
-    push = getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
     ignored = False
 
-    def checked(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    def checked(pack: Hook, unpack: Hook) -> tuple[Hook, Hook]:
         nonlocal ignored
-        if get_ident() == thread:
-            line = code_line(walk_stack(sys._getframe(1)))
-            ignored |= _is_ignored(pack, f"{name}: its forward uses", f" at {line}" if line else "")
-        push(pack, unpack)
+        line = code_line(walk_stack(sys._getframe(1)))
+        ignored |= _is_ignored(pack, f"{name}: its forward uses", f" at {line}" if line else "")
+        return pack, unpack
 
-    with patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, checked):
+    with hooks_replaced(checked):
         yield
     if ignored:
         _warn_of_ignored(f"the forward of {name} uses")
+
+
+@contextmanager
+def hooks_replaced(instead: Callable[[Hook, Hook], tuple[Hook, Hook]]) -> Iterator[None]:
+    """Inside the block and in this thread, let PyTorch use what ``instead`` returns for a pair of hooks on saved
+    tensors."""
+    thread, push = get_ident(), getattr(c_autograd, PUSH_SAVED_TENSORS_HOOKS)
+
+    def pushed(pack: Hook, unpack: Hook) -> None:
+        push(*(instead(pack, unpack) if get_ident() == thread else (pack, unpack)))
+
+    with patch.object(c_autograd, PUSH_SAVED_TENSORS_HOOKS, pushed):
+        yield
 
 
 def check_saved_tensors_hooks(name: str) -> None:
