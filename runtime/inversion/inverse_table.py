@@ -226,13 +226,13 @@ def _mean_square(t: torch.Tensor) -> float:
     return math.sqrt(float(t.square().mean()))
 
 
-def _unary(kernel: str, gain: float = 1.0, exact: bool = False) -> Row:
+def _unary(kernel: str, exact: bool = False) -> Row:
     """Return the row for an op y = f(self) that ``kernel`` undoes from y alone."""
 
     def row(call: Call, facts: Facts) -> Found:
         x, y = facts.arguments(call)["self"], result(call, facts)
         if fits(x, y, facts):
-            yield Undone(x.value, (y.name,), kernel, (), gain, exact)
+            yield Undone(x.value, (y.name,), kernel, (), exact=exact)
 
     return row
 
