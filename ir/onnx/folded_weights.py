@@ -20,6 +20,10 @@ from rematplan.ir.onnx.weights_or_buffers import BUFFER, GENERATED, LARGE, Evide
 MAX_ELEMENTS = 1 << 22  # larger tensors are not analysed
 FORBIDDING = -50.0  # an attention mask adds this or less to the scores of forbidden positions
 EXPANDED = re.compile(r"expand(_\d+)?$")  # dynamo's name for the result of an expand
+# Dynamo's names for results that repeat no element.
+NOT_REPEATING = re.compile(
+    r"(abs|exp|log|neg|permute|reshape|softplus|sqrt|squeeze|t|transpose|unsqueeze|val|view)(_\d+)*$"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,11 @@ def _may_repeat(array: Array, evidence: Evidence) -> bool:
     """Return whether an initialiser may repeat a smaller weight, judged without its values."""
     if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_ELEMENTS:
         return False
-    made = evidence.origins.get(array.name, Origin()).folded_from or GENERATED.match(array.name)
+    sources = evidence.origins.get(array.name, Origin()).folded_from
+    steps = [s for s in (array.name, *sources) if not evidence.origins.get(s, Origin()).kind]
+    if sources and all(NOT_REPEATING.match(step) for step in steps):
+        return False
+    made = sources or GENERATED.match(array.name)
     # Not if a layer reads it in an input for weights: then it is that layer's weight.
     return bool(made) and not roles.in_weight_input(array.name, evidence.used) and evidence.is_weight(array)
 

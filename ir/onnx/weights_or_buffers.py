@@ -20,6 +20,8 @@ LARGE = 1e4  # no weight has values this large; attention masks have, at forbidd
 GENERATED = re.compile(
     r"(val|onnx::\w+|_val|ortshared\w*|const\w*|.*_cast|scalar_tensor\w*)(_\d+)*$", re.ASCII
 )
+# TorchScript's name for the result of a Constant node, which tools turn into an initialiser.
+CONSTANT = re.compile(r"(.*/)?Constant(_\d+)?_output_0$")
 # Calls that make a tensor without reading one. A tensor computed from their results and from no weight is a constant.
 FACTORY = re.compile(r"(arange|empty|eye|full|linspace|ones|scalar_tensor|tril|triu|zeros)(_like)?(_\d+)?$")
 # The last part of a buffer's name. It is used for the tensors from which the exporter computed others.
@@ -39,6 +41,7 @@ class Evidence:
     def __init__(self, draft: Draft, used: roles.Uses) -> None:
         self.origins, self.used, self.torch = draft.origins, used, draft.producer == "pytorch"
         self.written = {o for node in draft.nodes for o in node.outputs}
+        self.arrays = draft.initialisers
         self.tells, self.signed = any(o.kind for o in draft.origins.values()), draft.signed
 
     def is_weight(self, array: Array) -> bool:
@@ -47,11 +50,15 @@ class Evidence:
         origin = self.origins.get(array.name, Origin())
         if origin.kind:
             return origin.kind == "PARAMETER"
-        if self.tells and FACTORY.match(array.name):  # in a file that records kinds, weights have one
-            return False
+        if CONSTANT.match(array.name) or (self.tells and FACTORY.match(array.name)):
+            return False  # in a file that records kinds, weights have one
         if origin.folded_from:
             return self._folded_from_weight(origin)
-        if not self.tells and (SURELY_BUFFER.match(array.name.rpartition(".")[2]) or _is_sinusoidal(array)):
+        if not self.tells and (
+            SURELY_BUFFER.match(array.name.rpartition(".")[2])
+            or _is_sinusoidal(array)
+            or self._is_half_of_rotations(array)
+        ):
             return False
         generated = bool(GENERATED.match(array.name))
         if array.shape and roles.in_weight_input(array.name, self.used):
@@ -59,6 +66,18 @@ class Evidence:
         if not generated:
             return bool(array.shape or self.torch) and (self.tells or not _exceeds(array, -LARGE, math.inf))
         return math.prod(array.shape) > 1 and not _exceeds(array, -LARGE, LARGE)
+
+    def _is_half_of_rotations(self, array: Array) -> bool:
+        """Return whether a matrix whose first row is 0 or 1 has sines of which another initialiser has the cosines, or
+        the other way round."""
+        if len(array.shape) < 2 or not 1 < math.prod(array.shape) <= MAX_MASK:
+            return False
+        values = array.load().reshape(-1, array.shape[-1]).astype(np.float64)
+        if not ((values[0] == 0).all() or (values[0] == 1).all()) or (values == values[0]).all():
+            return False
+        alike = (a for a in self.arrays.values() if (a.shape, a.dtype) == (array.shape, array.dtype))
+        others = (a.load().reshape(values.shape).astype(np.float64) for a in alike)
+        return any(np.allclose(values**2 + other**2, 1.0, atol=1e-2) for other in others)
 
     def _folded_from_weight(self, origin: Origin) -> bool:
         """Return whether a weight is among the tensors from which the exporter computed one."""

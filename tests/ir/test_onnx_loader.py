@@ -140,6 +140,18 @@ def test_float_constants_are_constants_and_float_initialisers_parameters(tmp_pat
     }
 
 
+def test_constant_nodes_that_a_tool_made_initialisers_are_no_weights(tmp_path):
+    graph = load(
+        tmp_path,
+        [node("MatMul", "x w", "h"), node("Mul", "h /act/Constant_1_output_0", "y")],
+        [info("x", [2, 3])],
+        [info("y", [2, 3])],
+        [weight("w", 3, 3), weight("/act/Constant_1_output_0")],
+        producer_name="pytorch",
+    )
+    assert roles(graph) == {"w": "parameter", "/act/Constant_1_output_0": "constant"}
+
+
 def fill(value):
     return helper.make_tensor("v", F, [1], [value])
 

@@ -131,7 +131,13 @@ def _transpose_pads(
 
 
 def _batch_norm(node: Node, x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    return torch.batch_norm(x, w, b, mean, var, False, 0.0, number(node, "epsilon", 1e-5), False)
+    eps = number(node, "epsilon", 1e-5)
+    if not (mean.requires_grad or var.requires_grad):
+        return torch.batch_norm(x, w, b, mean, var, False, 0.0, eps, False)
+    # Statistics that the graph computes; torch's op gives them no gradient.
+    shape = (-1, *(1 for _ in x.shape[2:]))
+    mean, scale, b = (t.reshape(shape) for t in (mean, w * torch.rsqrt(var + eps), b))
+    return (x - mean) * scale + b
 
 
 def _trained_batch_norm(

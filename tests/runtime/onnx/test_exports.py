@@ -348,6 +348,53 @@ def test_a_table_of_sines_is_no_weight(tmp_path, training):
     assert roles["learned"] == "parameter"
 
 
+class Rotary(nn.Module):
+    """Tables of cosines and of sines, longer than the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(9.0), 10 ** -torch.linspace(0, 3, 4))
+        self.register_buffer("table_a", angles.cos().repeat(1, 2))
+        self.register_buffer("table_b", angles.sin().repeat(1, 2))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return (
+            h * self.table_a[: x.shape[1]]
+            + torch.cat([-h[..., 4:], h[..., :4]], -1) * self.table_b[: x.shape[1]]
+        )
+
+
+@pytest.mark.parametrize("folding", [True, False])
+def test_tables_of_rotations_are_no_weights(tmp_path, folding):
+    net, path = Rotary(), tmp_path / "n.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net, (torch.randn(2, 6, 8),), path, dynamo=False, do_constant_folding=folding)
+    trained = sum(w.load().size for w in load_onnx(path).weights if w.role == "parameter")
+    assert trained == 8 * 8 + 8
+
+
+class Decays(nn.Module):
+    """Rates that start equal in all channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = nn.Parameter(torch.arange(1.0, 5.0).log().repeat(6, 1))
+
+    def forward(self, x):
+        return (x.unsqueeze(-1) * -torch.exp(self.rates).unsqueeze(0)).sum(-1)
+
+
+def test_equal_rows_of_a_computed_weight_are_not_tied(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(Decays(), (torch.randn(2, 6),), tmp_path / "n.onnx", dynamo=True, verbose=False)
+    (rates,) = (w for w in load_onnx(tmp_path / "n.onnx").weights if w.role == "parameter")
+    assert rates.load().size == 24
+
+
 class Masked(nn.Module):
     """A float mask of attention, kept as a buffer under the name ``name``."""
 

@@ -23,6 +23,13 @@ def ints(*values):
 
 # op, opset, reals to differentiate by, further inputs by place, attributes
 CASES = {
+    "computed statistics": (
+        "BatchNormalization",
+        15,
+        [noise(2, 3, 4), noise(3), noise(3), noise(3), noise(3) ** 2],
+        {},
+        {},
+    ),
     "softmax": ("Softmax", 13, [noise(3, 4)], {}, {"axis": 1}),
     "attention": (
         "Attention",
