@@ -46,8 +46,8 @@ def untangled(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
         gathered
         and f"{gathered} weights that the export had repeated in larger constants are single weights again",
         lost
-        and f"{len(lost)} parameters of the module are not in the file ({named(lost)}): the export dropped them, "
-        "as it does with biases of zeros, or merged them with equal ones",
+        and f"{len(lost)} parameters of the module are not in the file ({named(lost)}): the export dropped them "
+        "(biases of zeros), merged them with equal ones, or folded them into others (batch norms: see --bn train)",
     )
     found = replace(draft, initialisers=edit.initialisers, origins=edit.origins, nodes=tuple(edit.nodes))
     return found, tuple(text for text in said if text)
