@@ -82,7 +82,7 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
     if args.csv:
         write_whole(args.csv, _csv(plans))
     if args.png:
-        from rematplan.report.plot_range import save_range  # matplotlib is slow to load
+        from rematplan.report.plot import save_range  # matplotlib is slow to load
 
         save_range(args.png, f"{_title(problems)}: a training step by {problems.dimension}", plans)
     files = {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}

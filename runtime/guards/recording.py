@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import importlib._bootstrap
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from rematplan.runtime.graph.generator_states import kept_generators
 from rematplan.runtime.guards.attributes import Reads, reads_of
+from rematplan.runtime.guards.containers import add, added, content, unchanged_content
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.guard import Guard
-from rematplan.runtime.guards.imports import imports_kept
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
 from rematplan.runtime.guards.snapshots import parts_of
@@ -102,3 +106,33 @@ def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[N
             yield
         finally:
             state.restore()
+
+
+@contextmanager
+def imports_kept(contents: Mapping[int, tuple[Any, Any]]) -> Iterator[None]:
+    """Add to earlier contents of containers, inside the block, what imports in this thread add to the containers. A
+    module is imported once, so what it registered would be missing in the next run. ``contents``: by id, containers
+    with copies of their content, which this changes."""
+    thread, importing, own = get_ident(), False, _of_bootstrap("_find_and_load")
+
+    def loaded(name: str, *further: Any) -> Any:
+        nonlocal importing
+        if importing or name in sys.modules or get_ident() != thread:
+            return own(name, *further)
+        before = [(container, was, content(container)) for container, was in contents.values()]
+        importing = True
+        try:
+            return own(name, *further)
+        finally:
+            importing = False
+            for container, was, then in before:
+                if was is not None and not unchanged_content(container, then):
+                    add(was, added(container, then) or ())
+
+    with patch.object(importlib._bootstrap, "_find_and_load", loaded):
+        yield
+
+
+def _of_bootstrap(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib._bootstrap, name)
+    return found

@@ -236,7 +236,7 @@ PATCHES = (
     Patch(
         ("importlib._bootstrap._find_and_load",),
         "a module is imported once, so what it adds to a registry must stay when a trace restores Python state",
-        f"{_ROOM}.guards.imports",
+        f"{_ROOM}.guards.recording",
     ),
     Patch(
         ("dispatch modes",),
