@@ -96,7 +96,9 @@ class PlanStore:
         """Record in memory that no plan was found within the error's budget, and add the error's plans to the problem's
         family. ``seconds``: the search's time limit; 0 if it had none."""
         key = _key(problem, REFUSED)
-        self._refused[key] = [*self._refused.pop(key, ()), (error, seconds)][-NEAREST:]
+        # Without the traceback, whose frames hold the tensors of the call that is being planned.
+        refusal = replace(error)
+        self._refused[key] = [*self._refused.pop(key, ()), (refusal, seconds)][-NEAREST:]
         while len(self._refused) > IN_MEMORY:
             del self._refused[next(iter(self._refused))]
         for plan in error.plans:

@@ -208,6 +208,8 @@ class PlannedParts:
         if key not in self._divisions:
             self._divisions[key] = self._divided(original.model, rehearsed, sums)
         self.last = self._divisions[key]
+        if self.error is not None:  # the frames of its traceback hold the arguments of a call
+            self.error.__traceback__ = self.error.__cause__ = self.error.__context__ = None
         return self.last.plan
 
     def _leave_out_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

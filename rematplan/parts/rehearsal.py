@@ -95,6 +95,8 @@ class Rehearsal:
         finally:
             objects.restore()
             torch.clear_autocast_cache()  # it keeps tensors of this forward
+            self._nodes.clear()  # a node keeps this rehearsal
+            self._given = ()
 
     def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Run the model forwards and backwards with placeholders in its parts' places, and return what the rest holds

@@ -51,7 +51,7 @@ def plan_either(
         try:
             plan = plan_within(part, graph, amount, progress, store=store, starts=starts, hurried=hurried)
         except InfeasibleBudget as error:
-            failed.append(error)
+            failed.append(replace(error))  # without the traceback, which holds the frames of the call
             return None
         if plan.estimate.overhead <= 0:
             nothing_to_save.append(plan)

@@ -265,7 +265,7 @@ class Planner(StepProblems):
                 plan, notes = self._overlapped(form, graph, self.options.saved.plan(graph))
                 return StepPlan(form, plan, problem=graph, notes=notes)
             except ProblemError as error:
-                errors.append(error)
+                errors.append(error.with_traceback(None))
         raise errors[0]
 
     @property
@@ -434,5 +434,5 @@ def _first_fitting(within: Callable[[int], StepPlan], error: InfeasibleBudget, m
         except InfeasibleBudget as later:
             if later.smallest <= error.smallest:
                 break
-            error = later
+            error = replace(later)  # whose traceback does not hold this frame
     return None
