@@ -3,7 +3,7 @@ unties tied ones.
 
 Merged weights are separated where nodes record what they read. Without records they are if all their values are
 one number, or their names differ only in layer numbers; other equal ones count as tied. A stored transpose gets
-the original weight if its name is recorded, or an embedding's table equals it.
+the original weight if its name is recorded, or another matrix of the file is equal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
     """Restore weights that were stored transposed or reshaped, in place. Return how many. Their layers read a
     view of them.
     """
-    tables = _tables(edit)
+    matrices = _named_matrices(edit)
     found: dict[str, tuple[str, _View]] = {}
     for node in draft.nodes:
         scope = draft.scopes.get(node.name, Scope())
@@ -68,7 +68,7 @@ def _restore_folded(edit: Edit, draft: Draft) -> int:
             view = next((v for v in VIEWS if v.reader(node.op, at, scope.operator)), None)
             if view is None or node.domain or copy in found or not edit.float_weight(copy):
                 continue
-            name = _source(edit, view, edit.initialisers[copy], scope, tables)
+            name = _source(edit, view, edit.initialisers[copy], scope, matrices)
             if name:
                 found[copy] = (name, view)
     for copy, (name, view) in found.items():
@@ -109,20 +109,21 @@ BROADCAST = _View(  # a group norm's scale and shift, shaped (channels, 1, 1)
 VIEWS = (TRANSPOSED, BROADCAST)
 
 
-def _tables(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
-    """Return the names of embedding tables (matrices from which a Gather reads rows), by the table's shape."""
+def _named_matrices(edit: Edit) -> Mapping[tuple[int, ...], list[str]]:
+    """Return the names of matrices that have a name of the module's, by the matrix's shape."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for node in edit.nodes:
-        if node.op == "Gather" and (array := edit.float_weight(node.inputs[0])) and len(array.shape) == 2:
-            found[array.shape].append(array.name)
+    for name in edit.initialisers:
+        array = edit.float_weight(name)
+        if array is not None and len(array.shape) == 2 and not GENERATED.match(name):
+            found[array.shape].append(name)
     return found
 
 
 def _source(
-    edit: Edit, view: _View, copy: Array, scope: Scope, tables: Mapping[tuple[int, ...], list[str]]
+    edit: Edit, view: _View, copy: Array, scope: Scope, matrices: Mapping[tuple[int, ...], list[str]]
 ) -> str:
     """Return the original name of the weight that ``copy`` stores transposed or reshaped: the recorded one, or an
-    equal embedding table's; '' if unknown. ``scope``: of the node that reads it."""
+    equal matrix's; '' if unknown. ``scope``: of the node that reads it."""
     shape = view.shape(copy.shape)
     if shape is None:
         return ""
@@ -135,7 +136,7 @@ def _source(
             return dotted[0] if dotted[0] not in edit.used else ""
     if view is BROADCAST or not GENERATED.match(copy.name):
         return ""
-    return next((t for t in tables.get(shape, ()) if _is_transposed(edit.initialisers[t], copy)), "")
+    return next((m for m in matrices.get(shape, ()) if _is_transposed(edit.initialisers[m], copy)), "")
 
 
 def _is_transposed(stated: Array, copy: Array) -> bool:

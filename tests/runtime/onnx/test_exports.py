@@ -94,6 +94,17 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x))
 
 
+class Mirrored(nn.Module):
+    """An autoencoder whose decoder has the encoder's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.encoder(x)) @ self.encoder.weight
+
+
 class Cells(nn.Module):
     """An LSTM's cell step by step from zeros, of which dynamo computes the first linear layer beforehand."""
 
@@ -183,6 +194,7 @@ class Halves(nn.Module):
 
 
 NETS = {
+    "mirrored": (Mirrored, lambda: torch.randn(2, 3, 6)),
     "shared": (Shared, lambda: torch.randn(4, 6)),
     "fresh": (Fresh, lambda: torch.randn(4, 6)),
     "decoder": (Decoder, lambda: torch.randn(2, 5, 8)),
@@ -204,6 +216,7 @@ EXPORTS = {
 CASES = [
     ("fresh", "dynamo"),
     ("shared", "dynamo"),
+    *(("mirrored", e) for e in ("dynamo", "script-17")),
     ("decoder", "dynamo"),
     *(("cells", e) for e in ("dynamo", "script-17")),
     *(("convolutional", e) for e in ("dynamo", "script-13", "script-17")),
