@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lower_set_boundary import boundary
 
 from rematplan.planner.blocks import lower_set_dp
 from rematplan.planner.blocks.forward_graph import ForwardGraph, bits
@@ -32,16 +33,6 @@ def random_view(rng: Random, nodes: int) -> ForwardGraph:
         succs=tuple(succs),
         before=tuple(preds),
     )
-
-
-def boundary(view: ForwardGraph, mask: int) -> int:
-    """Return the boundary of a set of nodes: the nodes of the set that a node outside of it reads. Both sets are bit
-    masks."""
-    edge = 0
-    for v in bits(mask):
-        if view.succs[v] & ~mask:
-            edge |= 1 << v
-    return edge
 
 
 def transient(view: ForwardGraph, mask: int) -> int:

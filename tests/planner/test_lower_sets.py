@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lower_set_boundary import boundary
 
 from rematplan.ir import LatticeTooLarge, Op, Tensor, TrainingGraph
 from rematplan.planner.arrays.indexed import indexed
@@ -16,7 +17,6 @@ from rematplan.planner.blocks.forward_graph import ForwardGraph, bits, forward_g
 from rematplan.planner.blocks.lower_sets import (
     blocks_of,
     boundaries,
-    boundary,
     by_size,
     cut_points,
     lower_sets,
