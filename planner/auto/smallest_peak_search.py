@@ -22,6 +22,7 @@ from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction
+from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.auto.without_inverses_first import search_variants
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
@@ -40,7 +41,8 @@ class PeakSearchOptions:
     """The constants of the search for the smallest peak, tuned by hand; no measurements were kept."""
 
     blocks: float = 0.3
-    """After this share of the time, no further block strategy begins."""
+    """After this share of the time, or `TimeShares.blocks_least` if that is more, no further block strategy begins.
+    What they take beyond their share is added to the time."""
     eviction: float = 0.5
     """The share of the time for simulations of eviction, of the time left after the block strategies. They find plans
     in which recomputed tensors are evicted and recomputed again; annealing seldom does."""
@@ -133,9 +135,15 @@ def find_smallest_peak(
     peak of at most ``enough`` bytes ends the search. An interrupt is recorded in ``effort``, or raised if the plan
     without recomputation is still the best. ``blocks``: plans of block strategies with small peaks; None: they are
     searched for."""
+    rest = effort
     if blocks is None:
-        part = Effort() if effort.moves else effort.part(PEAK_SEARCH.blocks * effort.total)
+        before = effort.left
+        seconds = max(PEAK_SEARCH.blocks * effort.total, SHARES.blocks_least)
+        part = Effort() if effort.moves else Effort(seconds, ended=lambda: effort.cut_short)
         blocks = _lean_starts(graph, part, effort, progress, enough)
+        if not effort.moves:
+            shortest = (1 - PEAK_SEARCH.blocks) * before
+            rest = Effort(max(effort.left, shortest), ended=lambda: effort.cut_short)
     graph = infer_phases(graph)
     lean = min((p.estimate.peak for p in blocks), default=math.inf)
     inverses = {inverse.name for inverse in graph.inverses}
@@ -146,7 +154,7 @@ def find_smallest_peak(
         known = [
             p for p in (*starts, *blocks) if problem is graph or inverses.isdisjoint(runs_of(p.schedule))
         ]
-        part = effort.part(share * effort.left)
+        part = rest.part(share * rest.left)
         if effort.interrupted:
             return min(carried, key=by_peak)
         aim = min_peak_bound(problem).bytes

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.cheap_plan import refusal
-from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.warm_starts import transfer_plan
@@ -25,16 +24,8 @@ def leanest_plan(graph: TrainingGraph, known: Iterable[Plan] = ()) -> Plan:
     """Return the plan with the smallest peak, the cheapest of equals, among known plans and the plan without
     recomputation. If no known plan can be converted to the problem, search for about `SECONDS`."""
     found = [plan for one in known if (plan := transfer_plan(one, graph))]
-    found = found or _lean_plans(graph, Effort(SECONDS))
+    found = found or [find_smallest_peak(graph, Effort(SECONDS))]
     return min((*found, no_recompute(graph)), key=by_peak)
-
-
-def _lean_plans(graph: TrainingGraph, effort: Effort) -> list[Plan]:
-    """Search for plans with a small peak."""
-    found = [*leanest_plans(graph, effort)]
-    if not effort.over:
-        found.append(find_smallest_peak(graph, effort, found))
-    return found
 
 
 def check_floor(
