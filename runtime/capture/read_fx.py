@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from rematplan.ir import ModelError, NoGradients
 from rematplan.runtime.capture.buffer_slices import with_new_buffers
+from rematplan.runtime.capture.hidden_tensors import check_dense
 from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
@@ -164,6 +165,7 @@ class _Reader:
             raise ModelError(
                 f"an op has an argument of type {type(tensor).__name__}, which a plan cannot contain"
             )
+        check_dense([tensor], "the model computes with")
         if tensor.requires_grad:
             raise ModelError(
                 "the model uses a tensor that requires a gradient and is none of its parameters; make it one, or, if a "

@@ -38,6 +38,30 @@ def test_an_input_given_twice_is_one_tensor() -> None:
     equal_after(lambda m: m(x, x.detach()).pow(2).sum().backward(), planned, plain)
 
 
+class Neighbours(nn.Linear):
+    """Sums over the edges of a graph, whose weights are the values of a sparse matrix."""
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        graph = torch.eye(8).roll(1, 0).to_sparse_coo().coalesce()
+        self.edges = graph.indices()
+        self.register_buffer("weights", graph.values())
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        of, to = self.edges
+        y = super().forward(x)[of] * (self.weights * weights)[:, None]
+        return torch.zeros_like(y).index_add(0, to, y).tanh()
+
+
+def test_values_of_a_sparse_matrix_are_dense_tensors() -> None:
+    model, weights = Neighbours(), (2 * torch.eye(8)).to_sparse_coo().coalesce().values()
+    planned = rematplan.plan_module(model, (X, weights), budget="min", strategy="approx_dp", costs="roofline")
+    plain = copy.deepcopy(model)
+    equal_after(lambda m: m(X, weights).pow(2).sum().backward(), planned, plain)
+
+
 class Charged(nn.Module):
     """Has a loss of its own that begins with a buffer, which the forward has take gradients (as vector quantizers do),
     and a buffer that takes them anyway."""

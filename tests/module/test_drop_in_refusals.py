@@ -164,6 +164,13 @@ class Sparse(nn.Linear):
         return self.graph @ super().forward(x)
 
 
+class SparseAttribute(nn.Linear):
+    graph = torch.eye(8).to_sparse_coo()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.graph, super().forward(x))
+
+
 class Unequal:
     """Can be neither hashed nor pickled."""
 
@@ -210,6 +217,7 @@ def test_what_a_plan_would_get_wrong_is_refused() -> None:
         (Following(), X, "assigns as data the memory of another"),
         (Explained(16, 16), X, "retains the gradient"),
         (Sparse(), X, "a tensor of layout torch.sparse_csr; plans are for dense ones"),
+        (SparseAttribute(16, 16), X, "computes with a tensor of layout torch.sparse_coo"),
         (
             nn.Linear(16, 16),
             torch.nested.nested_tensor([X, X[:3]]),

@@ -14,6 +14,7 @@ import torch
 from rematplan.runtime.costs.measure import physical_memory
 from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 from rematplan.runtime.graph.compat import (
+    FakeTensor,
     FakeTensorMode,
     OpOverload,
     disable_current_modes,
@@ -186,6 +187,14 @@ class TrueLayouts(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True, shape_env=symbols.shapes if symbols else None)
         self.symbols = symbols
         self._made: dict[Any, Any] = {}  # results of real runs, without data; equal layers ask again
+
+    def from_tensor(self, tensor: torch.Tensor, **options: Any) -> FakeTensor:
+        """Return a fake tensor. PyTorch makes none of a view of a sparse tensor, such as its values: it is made as one
+        that is no view."""
+        if tensor._is_view() and tensor._base is not None and tensor._base.layout is not torch.strided:
+            with disable_current_modes():
+                tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        return super().from_tensor(tensor, **options)
 
     def _cached_dispatch_impl(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
