@@ -142,8 +142,8 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     if fingerprint not in ("", graph.fingerprint):
         raise ProblemError(
             f"the plan was made for another graph, {str(data.get('problem', ''))[:99]!r}, not for {graph.name!r} "
-            f"(fingerprint {fingerprint[:12]}, not {graph.fingerprint[:12]}): the model, its mode, the version of "
-            f"PyTorch or the constraints differ"
+            f"(fingerprint {fingerprint[:12]}, not {graph.fingerprint[:12]}): the model, its loss (which the "
+            f"command line's plans contain), its mode, the version of PyTorch or the constraints differ"
         )
     try:
         schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])

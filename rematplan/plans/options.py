@@ -39,7 +39,8 @@ QUICK = 1.5
 
 @dataclass(frozen=True)
 class SavedPlan(Strategy):
-    """Use the plan in a file that `save_plan` or ``rematplan plan -o`` wrote, without a search. Its budget applies.
+    """Use the plan in a file that `save_plan` or ``rematplan plan -o`` wrote, without a search. Its budget applies. The
+    command line's plans contain a loss: they are plans of the module of `load_step`, which computes it.
 
     ``path``: the file.
     """

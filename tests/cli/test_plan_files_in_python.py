@@ -9,7 +9,8 @@ import torch
 
 import rematplan
 from rematplan import api
-from rematplan.models import ZOO
+from rematplan.ir import ProblemError
+from rematplan.models import ZOO, build, example_inputs
 
 NETWORKS = ("unet", "gpt12", "revnet38")
 
@@ -49,3 +50,14 @@ def test_a_plan_file_works_both_ways(name: str, tmp_path: Path, call: Callable[.
     )
     assert said.status == 0
     assert "bit-equal" in said.out
+
+
+def test_a_plan_of_the_step_is_none_of_the_network_without_its_loss(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    file = tmp_path / "plan.json"
+    quick = ("--strategy", "store_all", "--costs", "roofline", "--budget", "1GiB")
+    assert call("plan", "unet", *sizes("unet"), *quick, "-o", str(file)).status == 0
+    network, batch = build("unet", **ZOO["unet"].tiny), example_inputs("unet", **ZOO["unet"].tiny)
+    with pytest.raises(ProblemError, match=r"its loss \(which the command line's plans contain\)"):
+        rematplan.plan_module(network, batch, costs="roofline", strategy=rematplan.SavedPlan(file))
