@@ -73,7 +73,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches that end soon, without plans on disk."""
     monkeypatch.setattr(refining, "shared", InThisProcess)
     monkeypatch.setattr("rematplan.planner.search_job.polished", partial(polished, moves=20_000))
-    monkeypatch.setattr(PlanStore, "kept", lambda self, problem: ())
+    monkeypatch.setattr(PlanStore, "saved", lambda self, problem: ())
     monkeypatch.setattr(PlanStore, "solved", lambda self, *_: None)
 
 

@@ -67,7 +67,7 @@ class Mixing(Dropping):
         self.residual = Residual()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
+        x = self.blocks[0](2 * x)  # not a leaf, which autocast would cast once: that would be another capture
         return super().forward(self.residual(x) * x)
 
 

@@ -123,7 +123,7 @@ def said() -> Iterator[list[str]]:
 
 
 def left_out(planned: nn.Module) -> frozenset[str]:
-    return planned._rematplan.last.steps.captured.left_out
+    return planned._rematplan.last.unplanned.captured.left_out
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_weights_that_a_forward_computes_have_no_tangent_and_may_be_penalised_al
                 found += left(model)
                 runner = getattr(model, "_rematplan", None)
                 expected = {"1", "2"} if not penalty else {"2"}
-                assert runner is None or runner.runners[0].last.steps.captured.left_out == expected
+                assert runner is None or runner.runners[0].last.unplanned.captured.left_out == expected
         results.append(found)
     assert all(map(torch.equal, *results))
     assert len(messages) == 1

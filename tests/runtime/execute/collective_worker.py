@@ -85,7 +85,7 @@ def main() -> None:
         refine=False,
         strategy=rematplan.Auto(moves=2_000),
     )
-    plan, step = planned.plan, planned._rematplan.last.steps.captured
+    plan, step = planned.plan, planned._rematplan.last.unplanned.captured
     runs = [one.op for one in plan.schedule if hasattr(one, "op")]
     print(f"reruns {plan.estimate.reruns}")
     print(f"order {[op for op in runs if op in step.call and step.call[op].collective]}")
