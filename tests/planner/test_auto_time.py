@@ -1,4 +1,5 @@
-"""The time limit of auto holds in every phase, and an interruption in any phase returns the best plan so far."""
+"""The time limit of auto holds in every phase, and an interruption in any phase returns the best plan so far. The least
+peak is no larger than a block plan's, however short the limit."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import time
 import pytest
 
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.effort import Effort
@@ -82,3 +85,9 @@ def test_no_plan_is_made_from_the_loss_cut_after_the_time_limit(problems):
     bound = BoundSearch(graph, budget)
     assert cut_start(graph, bound.order, bound.loss_cut, budget)
     assert cut_start(graph, bound.order, bound.loss_cut, budget, Effort(0.0)) is None
+
+
+def test_however_short_the_limit_least_is_no_larger_than_any_block_plan(problems):
+    blocks = leanest_plans(problems.residual((3, 8, 12, 6)), Effort())
+    found = find_smallest_peak(problems.residual((3, 8, 12, 6)), Effort(0.02))
+    assert found.peak <= min(plan.peak for plan in blocks)

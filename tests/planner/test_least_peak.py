@@ -309,12 +309,6 @@ def test_block_plans_are_made_even_without_time(problems, monkeypatch, vast):
     assert min(plan.peak for plan in lean) < 0.9 * no_recompute(graph).peak
 
 
-def test_however_short_the_limit_least_is_no_larger_than_any_block_plan():
-    blocks = leanest_plans(problems.residual((3, 8, 12, 6)), Effort())
-    found = find_smallest_peak(problems.residual((3, 8, 12, 6)), Effort(0.02))
-    assert found.peak <= min(plan.peak for plan in blocks)
-
-
 def test_a_refusal_names_what_min_finds():
     graph = dense(6)
     least = cheapest_near_smallest_peak(graph, 1.0).estimate.peak
