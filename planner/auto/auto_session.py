@@ -50,7 +50,9 @@ class AutoSession:
         known: Sequence[Plan] = (),
         effort: Effort | None = None,
     ) -> None:
-        self.options, self.problem, self.budget, self.progress = options, graph, budget, progress
+        # No problem has more bytes than compiled loops can count, so a larger budget means the same.
+        self.budget = budget = min(budget, 2**63 - 1)
+        self.options, self.problem, self.progress = options, graph, progress
         # One of many short searches, whose caller has stated its effort and run the block strategies.
         self.brief = effort is not None
         self.effort = effort or Effort(options.time_limit, options.moves)

@@ -38,9 +38,9 @@ class Masks(NamedTuple):
     later: Ints
     """By op or inverse: it may not run for the first time in a state with one of these bits."""
     bit: Ints
-    """The tensors of more than 0 bytes, largest first."""
+    """The tensors of more than 0 bytes, largest first: each a mask of one bit."""
     bytes: Ints
-    """Of these tensors."""
+    """Their sizes."""
     alone: Ints
     """By op, last first: what it alone can write."""
     goal: int

@@ -65,3 +65,8 @@ def test_a_budget_below_the_need_is_refused(name):
     with pytest.raises(InfeasibleBudget) as caught:
         Auto(moves=100_000, reuse=False).plan(graph, base - 1)
     assert caught.value.smallest == base
+
+
+def test_a_budget_may_exceed_what_64_bits_hold(problems):
+    plan = Auto(moves=1000, reuse=False).plan(problems.chain(3), 10**30)
+    assert (plan.estimate.overhead, plan.status) == (0.0, "optimal")
