@@ -64,23 +64,6 @@ KEYS = {
 
 
 @dataclass(frozen=True)
-class StageOp:
-    """Facts about an op of a stage, by which the same op is found in another capture of the stage."""
-
-    name: str
-    """In the plan."""
-    op: str
-    """The ATen op as text."""
-    backward: bool
-    loss: bool
-    """Whether it belongs to the loss, which is no part of the model."""
-    reads: tuple[str, ...]
-    """The names of the stage's ops whose results it reads, sorted."""
-    writes: tuple[int, ...]
-    """The bytes of its results, ascending."""
-
-
-@dataclass(frozen=True)
 class PlannedPipeline:
     """A planned pipeline: its schedule, its cuts, and the plans of its stages."""
 
@@ -104,8 +87,6 @@ class PlannedPipeline:
     """The modules or ops with which the second and each later stage begin."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """How the model was loaded."""
-    ops: tuple[tuple[StageOp, ...], ...] = ()
-    """The ops of each stage, in captured order; empty if unknown: then the plans can be shown but not run."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -169,10 +150,6 @@ def pipeline_to_json(plan: PlannedPipeline) -> dict[str, Any]:
         "overhead": plan.overhead,
         "times": [asdict(one) for one in plan.times],
         "plans": [stage_plan_to_json(one) for one in plan.stages],
-        "ops": [
-            [[o.name, o.op, o.backward, o.loss, list(o.reads), list(o.writes)] for o in ops]
-            for ops in plan.ops
-        ],
         "floor": plan.floor if math.isfinite(plan.floor) else None,
         "floors": list(plan.floors),
         "in_flight": list(plan.in_flight),
@@ -215,7 +192,6 @@ def pipeline_from_json(data: object) -> PlannedPipeline:
         floor=field_of(data, "floor", lambda floor: math.inf if floor is None else number(floor)),
         names=tuple(field_of(data, "names", list_of(text))),
         model=field_of(data, "model", json_object),
-        ops=tuple(map(tuple, field_of(data, "ops", list_of(list_of(_stage_op))))),
     )
     _check_stages(plan)
     for rank, peak in enumerate(plan.peaks):
@@ -237,21 +213,6 @@ def _message(value: object) -> tuple[int, tuple[str, int, int]]:
     if kind not in (*RECEIVES, *SENDS, *KEEPS, *DROPS):
         raise ValueError(f"{kind[:40]!r} is no kind of entry of messages")
     return whole(position), (kind, stage, microbatch)
-
-
-def _stage_op(value: object) -> StageOp:
-    """Read a `StageOp` from a list of its fields. `TypeError` or `ValueError` if one is missing or has another type."""
-    name, op, backward, loss, reads, writes = json_list(value)
-    if not isinstance(backward, bool) or not isinstance(loss, bool):
-        raise TypeError(f"{shown(backward)} or {shown(loss)} is not true or false")
-    return StageOp(
-        text(name),
-        text(op),
-        backward,
-        loss,
-        tuple(map(text, json_list(reads))),
-        tuple(map(whole, json_list(writes))),
-    )
 
 
 def _schedule_name(value: object) -> str:
@@ -296,14 +257,12 @@ def _with_messages(
 
 def _check_stages(plan: PlannedPipeline) -> None:
     """Raise `ProblemError` unless a pipeline has as many plans, times, cuts, names and floors as its stages and ranks
-    need; ops may be absent. Names must differ, cuts ascend, and plans be in order."""
+    need. Names must differ, cuts ascend, and plans be in order."""
     stages, ranks = plan.schedule.stages, plan.schedule.ranks
     if not len(plan.stages) == len(plan.times) == stages == len(plan.cuts) + 1:
         raise ProblemError(f"{stages} stages need as many plans and times, and one cut fewer")
     if len(plan.names) != len(plan.cuts) or len(set(plan.names)) != len(plan.names):
         raise ProblemError(f"{len(plan.cuts)} cuts need as many names, all different")
-    if len(plan.ops) not in (0, stages):
-        raise ProblemError(f"{stages} stages need as many lists of ops, not {len(plan.ops)}")
     if len(plan.floors) != ranks:
         raise ProblemError(f"{ranks} ranks need as many floors, not {len(plan.floors)}")
     for at, (one, other) in enumerate(pairwise((0, *plan.cuts))):

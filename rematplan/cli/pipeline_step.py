@@ -34,8 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_time_limit(
         parser,
-        "about how many seconds a rank may take if it plans its stages anew, since they differ from those in the "
-        f"file; default {Auto.time_limit:.0f}",
+        f"about how many seconds a rank may take to plan its stages; default {Auto.time_limit:.0f}",
     )
 
 
@@ -74,11 +73,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(plan: PlannedPipeline, reports: Sequence[RankReport], out: Output) -> None:
-    """Print a table of all ranks' peaks, and why ranks did not follow the plans of the file."""
+    """Print a table of all ranks' peaks."""
     from rematplan.report.pipeline_tables import measured_ranks_table
 
     out.show(measured_ranks_table(plan, reports))
-    out.show(*(f"rank {rank} was planned anew: {one.anew}" for rank, one in enumerate(reports) if one.anew))
     if plan.model.get("costs") == ROOFLINE:
         out.show(
             "the roofline model has no workspaces, so peaks may be higher than promised; plan with --costs profile"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
-from rematplan.pipeline.match_file_plans import stages_ops
 from rematplan.pipeline.schedules import ONE_STAGE, STAGES_A_RANK, VIRTUAL, schedule_named
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.pipeline.torch_memory import OPENING
@@ -76,8 +75,7 @@ def plan_stages(
     found = _best(list(_searches(chains, asked, progress)), cuts, asked.seconds)
     name = found.schedule.name
     names = tuple(chains[name].names[cut] for cut in found.cuts)
-    ops = () if name in RECOVERING else stages_ops(steps[name][0], chains[name].chain, found.cuts)
-    return replace(found, model=model, names=names, ops=ops)
+    return replace(found, model=model, names=names)
 
 
 def _best(searches: list[PipelineSearch], cuts: Mapping[str, Cuts], seconds: float) -> PlannedPipeline:

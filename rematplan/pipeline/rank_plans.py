@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rematplan.pipeline.frozen_stage import frozen_stage
 from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
 from rematplan.pipeline.schedules import SPLIT
 from rematplan.pipeline.torch_memory import handed_on, output_bytes, stage_torch_memory
-from rematplan.planner.core.plan import Plan, ops_of_plan, plan_from_json
+from rematplan.planner.core.plan import ops_of_plan, plan_from_json
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -170,14 +170,7 @@ def stated_rank_plan(pipe: Pipeline, rank: int, plans: Mapping[int, Mapping[str,
             f"{', '.join(map(str, sorted(plans))) or 'none'}"
         )
     own = [plan_from_json(dict(plans[s]), pipe.parts[s].problem.graph) for s in mine]
-    return measured_rank_plan(pipe, rank, own)
-
-
-def measured_rank_plan(pipe: Pipeline, rank: int, own: Sequence[Plan]) -> RankPlan:
-    """Compute the peak of a rank, and the memory and times of its stages, if the stages follow the plans ``own``;
-    `InfeasibleBudget` if the peak exceeds the budget."""
-    mine = zip(pipe.order.stage_of_rank[rank], own, strict=True)
-    figures = tuple(pipe.parts[s].problem.measured(plan) for s, plan in mine)
+    figures = tuple(pipe.parts[s].problem.measured(plan) for s, plan in zip(mine, own, strict=True))
     peak = rank_peak(pipe.order.actions[rank], figures)
     if peak > pipe.budget:
         raise InfeasibleBudget(f"rank {rank}", pipe.budget, peak)

@@ -16,21 +16,17 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from rematplan.ir import InfeasibleBudget, ModelError, ProblemError, ProcessEnded, UsageError, show_bytes
+from rematplan.ir import ModelError, ProblemError, ProcessEnded, UsageError
 from rematplan.models.names import ZooError
-from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.dataflow import DataflowPart
 from rematplan.pipeline.frozen_stage import FrozenStage
-from rematplan.pipeline.match_file_plans import file_plan
 from rematplan.pipeline.plan_pipeline import captured_pipeline
-from rematplan.pipeline.rank_plans import measured_rank_plan, rank_plans
+from rematplan.pipeline.rank_plans import rank_plans
 from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
-from rematplan.planner.pipeline.rank_search import RankPlan
-from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss
@@ -83,8 +79,6 @@ class RankReport:
     """The largest relative error of a gradient."""
     of_forwards: float = 0.0
     """The largest relative error of a buffer or loss."""
-    anew: str = ""
-    """Why the rank's stages were planned again; empty if they follow the file's plans."""
 
 
 def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
@@ -99,9 +93,8 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
 
 
 def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
-    """Run one pipeline step as one rank of the default process group, and return the reports of all ranks. A rank
-    searches for other plans if the file's do not match or fit, or the schedule is ``dataflow``. `ProcessEnded` if the
-    connection to another process is lost."""
+    """Run one pipeline step as one rank of the default process group, and return the reports of all ranks. Each rank
+    plans its stages within the file's budget. `ProcessEnded` if the connection to another process is lost."""
     try:
         return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
     except RuntimeError as error:
@@ -125,7 +118,7 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
     pipe = captured_pipeline(
         module.model, inputs, None, order, budget, plan.names, asked, ranks=[rank], loss=(module.of, target)
     )
-    found, anew = _rank_plan(plan, pipe, rank, asked)
+    found = rank_plans(pipe, [rank], asked)[rank]
     pipe = replace(pipe, ranks={rank: found})
     plain = copy.deepcopy(module) if verify else None
     stages = pipe.stages()
@@ -147,7 +140,6 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         peak + sum(t.nbytes for t in states),
         found.extra,
         tuple(loss.item() for loss in losses),
-        anew=anew,
     )
     if plain is None:
         return report
@@ -171,27 +163,6 @@ def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> R
         error=max(errors.values(), default=0.0),
         of_forwards=max(forward_errors.values(), default=0.0),
     )
-
-
-def _rank_plan(plan: PlannedPipeline, pipe: Pipeline, rank: int, asked: PlanOptions) -> tuple[RankPlan, str]:
-    """Return plans for a rank's stages, and why they are not the file's; an empty text if they are. If the file's do
-    not match or fit, a search finds others, or raises `InfeasibleBudget`."""
-    parts = [(s, pipe.parts[s]) for s in pipe.order.stage_of_rank[rank]]
-    try:
-        if pipe.order.name in CHANNELS:
-            raise ProblemError("a stage of a dataflow finds the inverses of its ops where it runs")
-        own = [
-            file_plan(plan, number, part)
-            if isinstance(part, CapturedStage)
-            else no_recompute(part.problem.graph)
-            for number, part in parts
-        ]
-        return measured_rank_plan(pipe, rank, own), ""
-    except InfeasibleBudget as error:
-        anew = f"with the file's plans its peak would be {show_bytes(error.smallest)}"
-    except ProblemError as error:
-        anew = str(error)
-    return rank_plans(pipe, [rank], asked)[rank], anew
 
 
 def _expected_errors(pipe: Pipeline, rank: int, stages: Sequence[Any]) -> tuple[float, float]:

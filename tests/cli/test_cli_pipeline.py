@@ -142,17 +142,6 @@ def test_a_file_is_read_as_it_was_written(file, tmp_path) -> None:
         ("names", [], "1 cuts need as many names, all different"),
         ("names", [7], "names: entry 0: '7' is not a text"),
         ("floors", [0.0], "2 ranks need as many floors, not 1"),
-        ("ops", [[]], "2 stages need as many lists of ops, not 1"),
-        (
-            "ops",
-            [[["mm", "aten.mm.default", False, False, [], [-4]]], []],
-            "ops: entry 0: entry 0: -4 is not from 0",
-        ),
-        (
-            "ops",
-            [[["mm", "aten.mm.default", False, False, [1], []]], []],
-            "ops: entry 0: entry 0: '1' is not a text",
-        ),
     ],
 )
 def test_changed_files_are_refused(file, tmp_path, field, value, text) -> None:
