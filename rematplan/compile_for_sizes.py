@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rematplan.ir import InfeasibleBudget, ModelError, ProblemError
+from rematplan.planner.caches.latest import remember
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.core.simulator import simulate
@@ -185,10 +186,7 @@ class SymbolicGraph:
         return self.versions[-1]
 
     def _remember(self, sizes: InputSizes, version: _Version) -> _Version:
-        self.of_sizes[sizes] = version
-        if len(self.of_sizes) > SIZES:
-            del self.of_sizes[next(iter(self.of_sizes))]
-        return version
+        return remember(self.of_sizes, sizes, version, SIZES)
 
 
 def parameter_shapes(inputs: Sequence[Any]) -> Shapes:

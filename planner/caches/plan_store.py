@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph
 from rematplan.ir.cache_folder import cache_folder, read_cached, report_damage, write_cached
+from rematplan.planner.caches.latest import remember
 from rematplan.planner.caches.warm_starts import transfer_plan
 from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
 from rematplan.planner.core.schedule import runs_of
@@ -83,10 +84,8 @@ class PlanStore:
         to its family. Beyond `IN_MEMORY` plans, those stored first are dropped. ``lasting``: also on disk, as the plan
         of a search of so many ``seconds``."""
         key = _key(problem, budget)
-        self._made.pop(key, None)
-        self._made[key] = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
-        while len(self._made) > IN_MEMORY:
-            del self._made[next(iter(self._made))]
+        made = _costs(problem), replace(plan, fingerprint=problem.fingerprint)
+        remember(self._made, key, made, IN_MEMORY)
         self._latest = [*self._latest, (problem.structure, plan)][-NEAREST:]
         self.family(problem).add(problem, plan)
         if lasting:
@@ -98,15 +97,12 @@ class PlanStore:
         key = _key(problem, REFUSED)
         # Without the traceback, whose frames hold the tensors of the call that is being planned.
         refusal = replace(error)
-        self._refused[key] = [*self._refused.pop(key, ()), (refusal, seconds)][-NEAREST:]
-        while len(self._refused) > IN_MEMORY:
-            del self._refused[next(iter(self._refused))]
+        known = [*self._refused.get(key, ()), (refusal, seconds)][-NEAREST:]
+        remember(self._refused, key, known, IN_MEMORY)
         for plan in error.plans:
             self.family(problem).add(problem, plan)
         if error.plans:
-            self._lean[problem.structure] = None
-        while len(self._lean) > FAMILIES:
-            del self._lean[next(iter(self._lean))]
+            remember(self._lean, problem.structure, None, FAMILIES)
 
     def has_lean_plans(self, problem: TrainingGraph) -> bool:
         """Return whether a problem with the same ops and tensors was refused with plans in the error, such as that of
@@ -125,11 +121,8 @@ class PlanStore:
         """Return the family of plans of problems with the same ops and tensors, whatever their sizes; a new
         one if there is none.
         """
-        family = self._families.pop(problem.structure, None) or PlanFamily(problem)
-        self._families[problem.structure] = family
-        while len(self._families) > FAMILIES:
-            del self._families[next(iter(self._families))]
-        return family
+        family = self._families.get(problem.structure) or PlanFamily(problem)
+        return remember(self._families, problem.structure, family, FAMILIES)
 
     def nearest(self, problem: TrainingGraph) -> tuple[Plan, ...]:
         """Return plans of this problem to start from: the latest plans of other structures, as far as they can be

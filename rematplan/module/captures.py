@@ -24,6 +24,7 @@ from rematplan.module.sized_plans import SizedPlans
 from rematplan.module.symbolic_forward import Found, Instance
 from rematplan.module.symbolic_shapes import OpenShapes
 from rematplan.module.unplanned_step import UnplannedStep
+from rematplan.planner.caches.latest import remember
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
@@ -143,11 +144,9 @@ class Captures:
         """Return the captures for calls that differ from this one only in sizes. New ones may displace those that
         were not used for longest."""
         key = guards.open_key(tracing.leaves, tracing.spec), tracing.state.key, tracing.assumed
-        shapes = self.shapes.pop(key, None) or OpenShapes(reason=self.only_fixed)
-        self.shapes[key] = shapes  # the latest of them
-        while len(self.shapes) > self.most:
-            del self.shapes[next(iter(self.shapes))]
-        return shapes
+        return remember(
+            self.shapes, key, self.shapes.get(key) or OpenShapes(reason=self.only_fixed), self.most
+        )
 
     def _with_known_plan(
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]

@@ -6,7 +6,6 @@ one structure. Under the capture's guard it depends only on which sizes are equa
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.caches.latest import remember
 from rematplan.planner.core.array_types import Ints
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
@@ -52,7 +52,7 @@ class _StepStructure:
     resizing: Resizing | None
     """The problems and known plans of the steps; None if problems have several structures, so that no plan serves
     other sizes."""
-    sources: OrderedDict[bytes, CompiledPlan] = field(default_factory=OrderedDict)
+    sources: dict[bytes, CompiledPlan] = field(default_factory=dict)
     """Compiled plans that serve all sizes, by the key of the schedule, the one used last at the end."""
 
     @cached_property
@@ -62,13 +62,10 @@ class _StepStructure:
 
     def compiled(self, key: bytes, made: StepPlan, most: int) -> CompiledPlan:
         """Return the compiled form of a plan for all sizes, from ``sources`` or new. At most ``most`` are kept."""
-        found = self.sources.pop(key, None)
+        found = self.sources.get(key)
         if found is None:
             found = CompiledPlan(self.step, made.plan.schedule, spare=made.spare, for_any_sizes=True)
-        self.sources[key] = found
-        while len(self.sources) > most:
-            self.sources.popitem(last=False)
-        return found
+        return remember(self.sources, key, found, most)
 
 
 @dataclass(eq=False)
@@ -82,7 +79,7 @@ class SizedPlans:
     """The largest number of compiled sources that are kept for one structure of steps."""
     _structures: list[_StepStructure] = field(default_factory=list)
     """The structures of steps, the one for which a problem was learned last at the end."""
-    _of_pattern: OrderedDict[SizePattern, _StepStructure | None] = field(default_factory=OrderedDict)
+    _of_pattern: dict[SizePattern, _StepStructure | None] = field(default_factory=dict)
     """By the pattern of equal sizes, the structure that all steps with this pattern had; None if they had several."""
 
     @property
@@ -114,10 +111,8 @@ class SizedPlans:
             alike.resizing = None
         others = [one for one in self._structures if one is not alike]
         self._structures = [*others[1 - STRUCTURES :], alike]
-        known = self._of_pattern.pop(pattern, alike)
-        self._of_pattern[pattern] = alike if known is alike else None
-        while len(self._of_pattern) > PATTERNS:
-            self._of_pattern.popitem(last=False)
+        known = self._of_pattern.get(pattern, alike)
+        remember(self._of_pattern, pattern, alike if known is alike else None, PATTERNS)
 
     def carried(self, sizes: SizeValues, batch: Sequence[torch.Tensor]) -> StepPlan | None:
         """Return the cheapest known plan that fits for a batch, with a ``step`` of other sizes; None if no plan is

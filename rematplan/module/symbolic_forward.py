@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rematplan.module.sized_plans import SizedPlans
+from rematplan.planner.caches.latest import remember
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import ArgumentLeaf, ModuleTensor, ResultTensor
 from rematplan.runtime.capture.hidden_tensors import Withheld, hides_tensors
@@ -150,11 +151,7 @@ class OpenForward:
     def plans(self, kind: Hashable, most: int) -> SizedPlans:
         """Return what uses plans of this capture's steps at other sizes: one object for each ``kind`` of steps. Kinds
         differ in the outputs with unexpected gradients, and in gradients of earlier steps. The latest are kept."""
-        found = self._plans.pop(kind, None) or SizedPlans(self.step, most)
-        self._plans[kind] = found
-        while len(self._plans) > KINDS:
-            del self._plans[next(iter(self._plans))]
-        return found
+        return remember(self._plans, kind, self._plans.get(kind) or SizedPlans(self.step, most), KINDS)
 
     @cached_property
     def _plans(self) -> dict[Hashable, SizedPlans]:

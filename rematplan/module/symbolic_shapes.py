@@ -13,6 +13,7 @@ import torch
 from rematplan.ir import ModelError
 from rematplan.module.matching_names import names_of
 from rematplan.module.symbolic_forward import Found, Instance, OpenForward
+from rematplan.planner.caches.latest import remember
 from rematplan.runtime import guards
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
@@ -114,9 +115,7 @@ class OpenShapes:
             why, (self.limited, self.reason) = (self.limited, self.reason), before
             found = self._fixed(fixed)
             self.limited, self.reason = why
-        self.met[shapes] = None
-        if len(self.met) > SHAPES_MET:
-            del self.met[next(iter(self.met))]
+        remember(self.met, shapes, None, SHAPES_MET)
         return found
 
     def accepted(

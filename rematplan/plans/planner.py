@@ -12,6 +12,7 @@ from functools import partial
 
 from rematplan.ir import InfeasibleBudget, ProblemError, TrainingGraph, show_bytes
 from rematplan.planner.auto.auto_strategy import Auto
+from rematplan.planner.caches.latest import remember
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
@@ -147,11 +148,9 @@ class Planner(StepProblems):
         if self.options.split != UNSPLIT:
             step = replace(step, open_sizes=None)  # the sizes of parts are plain numbers
         key = structure_of(step) if step.open_sizes else None
-        found = fuse(step, known=self.fused_steps.pop(key, None))
+        found = fuse(step, known=self.fused_steps.get(key))
         if step.open_sizes:
-            self.fused_steps[key] = found
-        while len(self.fused_steps) > FUSED_STEPS:
-            del self.fused_steps[next(iter(self.fused_steps))]
+            remember(self.fused_steps, key, found, FUSED_STEPS)
         if found.failures:
             warn(
                 f"{step.name}: {len(found.failures)} of {found.regions} regions run eager kernels, since they have no "

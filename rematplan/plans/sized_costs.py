@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from rematplan.planner.caches.latest import remember
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.costs.roofline import moved_bytes
@@ -56,10 +57,7 @@ class SizedCosts:
         measured and remembered."""
         calls = step.priced_calls
         kind = (str(step.device), *(_kind(step, call) for call in calls))
-        known = self._known.pop(kind, [])
-        self._known[kind] = known
-        while len(self._known) > STEPS:
-            del self._known[next(iter(self._known))]
+        known = remember(self._known, kind, self._known.get(kind, []), STEPS)
         traffic = [moved_bytes(step, call) for call in calls]
         found = {
             call.name: cost
