@@ -21,33 +21,17 @@ from promise import HUGGING_FACE, loss_of
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
+from training_peaks import training_peak
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import ZOO, build, example_inputs
-from rematplan.runtime.costs.measure import bytes_of, peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
 
 TOLERANCE = 0.01
 BATCH = 16
 SEARCH, LONGER = rematplan.Auto(time_limit=1.0), rematplan.Auto(time_limit=4.0)
 
 Made = tuple[nn.Module, Callable[[], Mapping[str, Any] | Sequence[Any]]]
-
-
-def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Run two training steps on the CPU, which change ``model`` and ``optimizer``. Return the second one's peak bytes,
-    with parameters, buffers, inputs and state included. The model's output is the loss."""
-
-    def step() -> None:
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    states = [t for of in optimizer.state.values() for t in plain_tensors(of)]
-    held = bytes_of([*model.parameters(), *model.buffers(), *inputs, *states])
-    return held + peak_above_entry(step, torch.device("cpu"))[0]
 
 
 class WithLoss(nn.Module):

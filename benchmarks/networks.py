@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import dtr_networks
@@ -19,6 +20,8 @@ from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.chen_greedy import ChenGreedy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.exact_dp import ExactDP
+from rematplan.planner.strategies.store_all import no_recompute
+from rematplan.plans.budgets import whole_bytes
 
 DEVICE = "a100"
 
@@ -76,25 +79,14 @@ def activation_share(graph: TrainingGraph, share: float) -> int:
 
     The peak is the one without recomputation.
     """
-    peak, fixed = _peak_and_fixed(graph)
+    peak, fixed = no_recompute(graph).peak, whole_bytes(graph)
     return fixed + int(share * (peak - fixed))
 
 
 def share_of(graph: TrainingGraph, budget: int) -> float:
     """Return the share of the activations that a budget in bytes leaves; the inverse of `activation_share`."""
-    peak, fixed = _peak_and_fixed(graph)
+    peak, fixed = no_recompute(graph).peak, whole_bytes(graph)
     return (budget - fixed) / (peak - fixed)
-
-
-def _peak_and_fixed(graph: TrainingGraph) -> tuple[int, int]:
-    inputs = set(graph.inputs)
-    fixed = graph.input_bytes + sum(graph.size[t] for t in graph.outputs if t not in inputs)
-    return base_plan(graph).estimate.peak, fixed
-
-
-def base_plan(graph: TrainingGraph) -> Plan:
-    """Return the plan that runs every op once, in the graph's order."""
-    return plan_from_runs(graph, [op.name for op in graph.ops], "base")
 
 
 def per_block(network: Network, loaded: LoadedStep, graph: TrainingGraph) -> Plan:
@@ -139,13 +131,6 @@ def rivals(
     Kusumoto et al. (2019), except those for which the graph is too large.
     """
     yield "per block", (per_block(network, loaded, graph),)
-    yield from block_curves(graph)
-
-
-def block_curves(graph: TrainingGraph) -> Iterator[tuple[str, tuple[Plan, ...]]]:
-    """Yield the name and the plans of each strategy with blocks, except those for which the graph is too large."""
     for strategy in (ChenSqrt(), ChenGreedy(), ApproxDP(), ExactDP()):
-        try:
+        with suppress(LatticeTooLarge):
             yield strategy.name, strategy.curve(graph, ())
-        except LatticeTooLarge:
-            continue
