@@ -231,7 +231,6 @@ EXCLUDED = (
     (SEVERAL, Condition("on_infeasible", lambda o: o.on_infeasible in (LEAST, EAGER))),
     (FUSED, TWO_LANES),
     (FUSED, Condition("inverses", lambda o: o.inverting)),
-    (FUSED, Condition("a policy", lambda o: bool(o.policy))),
 )
 """Pairs of options that exclude each other."""
 

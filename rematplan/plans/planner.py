@@ -60,6 +60,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.earlier_gradients import EARLIER, earlier_gradients, spare_bytes, waiting_bytes
+from rematplan.runtime.problem.policy import ops_that_run_once
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 FUSED_STEPS = 32
@@ -148,7 +149,8 @@ class Planner(StepProblems):
         if self.options.split != UNSPLIT:
             step = replace(step, open_sizes=None)  # the sizes of parts are plain numbers
         key = structure_of(step) if step.open_sizes else None
-        found = fuse(step, known=self.fused_steps.get(key))
+        saved = ops_that_run_once(step, self.options.policy)
+        found = fuse(step, known=self.fused_steps.get(key), alone=saved)
         if step.open_sizes:
             remember(self.fused_steps, key, found, FUSED_STEPS)
         if found.failures:

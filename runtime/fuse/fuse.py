@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -103,15 +103,20 @@ class FusedStep:
         )
 
 
-def fuse(step: CapturedStep, kernels: Kernels = KERNELS, known: FusedStep | None = None) -> FusedStep:
+def fuse(
+    step: CapturedStep,
+    kernels: Kernels = KERNELS,
+    known: FusedStep | None = None,
+    alone: Collection[str] = (),
+) -> FusedStep:
     """Return the step with a compiled kernel for each region. A region that cannot be compiled keeps its ops; one that
     would raise the peak, or need more bytes than any op, is cut in two. Without any kernel, the step is returned as it
     was. ``known``: a fused step of the same structure, whose regions and kernels are taken if the step has open
-    sizes."""
+    sizes. ``alone``: ops that are in no region."""
     if known is not None and step.open_sizes is not None:
         return _alike(step, step.open_sizes.values, kernels, known)
     captured, step = step, in_channels_last(step)
-    regions, failures = Regions(step), dict[Group, str]()
+    regions, failures = Regions(step, alone), dict[Group, str]()
     groups = list(regions.find())
     most, peak = max(map(_need(step), step.priced_calls), default=0), _peak(step)[0]
     while True:

@@ -7,7 +7,7 @@ own: with one kernel for several parts, all of them would exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -45,7 +45,8 @@ class Region:
 class Regions:
     """Finds the regions of a step."""
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(self, step: CapturedStep, alone: Collection[str] = ()) -> None:
+        """``alone``: ops that are in no region."""
         self.step = step
         self.maker = step.makers
         self.position = {c.name: at for at, c in enumerate(step.calls)}
@@ -54,7 +55,7 @@ class Regions:
             c.name
             for c in step.calls
             # What makes an output runs once, so it would keep a whole region from running again.
-            if is_fusible(step, c) and returned.isdisjoint(step.writes(c))
+            if is_fusible(step, c) and returned.isdisjoint(step.writes(c)) and c.name not in alone
         }
         self.operands = self._operands_of_cheap_ops()
 

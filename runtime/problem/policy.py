@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rematplan.ir import UsageError
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.compat import HigherOrderOperator, OpOverload
 
 EFFECTS = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "statistics"})
 """Namespaces of ops with side effects (statistics draw random numbers and accumulate in place). They never
@@ -105,7 +106,10 @@ def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...
 
 
 def _asked(step: CapturedStep, call: Call, policy: Callable[..., CheckpointPolicy]) -> bool:
-    """Return whether a user's function says that the results of a call must be saved."""
+    """Return whether a user's function says that the results of a call must be saved. It is not asked about fused
+    kernels, which are no ops of PyTorch."""
+    if not isinstance(call.target, (OpOverload, HigherOrderOperator)):
+        return False
     args, kwargs = substitute((call.args, call.kwargs), lambda name: step.values[name].fake)
     answer = policy(SelectiveCheckpointContext(is_recompute=False), call.target, *args, **kwargs)
     _check(answer, call.target)

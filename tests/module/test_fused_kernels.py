@@ -4,6 +4,7 @@ eager mode, fallbacks. Few small kernels are compiled, and models share them."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from cpp_compiler import NEEDS_COMPILER
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.planner.core.schedule import runs_of
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.fuse import fuse, kernel
 from rematplan.runtime.graph.compat import inductor_config
@@ -412,11 +415,35 @@ def test_a_saved_plan(model: Net, tmp_path: Any) -> None:
     assert again.plan.schedule == made.plan.schedule
 
 
+def costly(context: object, op: object, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    cheap = (torch.ops.aten.sigmoid.default, torch.ops.aten.mul.Tensor, torch.ops.aten.square.default)
+    return CheckpointPolicy.PREFER_RECOMPUTE if op in cheap else CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved"),
+    [
+        (["aten.sigmoid"], {"sigmoid", "sigmoid_1"}),
+        ({"layers.0.norm": CheckpointPolicy.MUST_SAVE}, {"native_layer_norm"}),
+        (costly, {"native_layer_norm", "native_layer_norm_1"}),
+    ],
+)
+def test_what_a_policy_saves_is_in_no_kernel_and_runs_once(model: Net, policy: Any, saved: set[str]) -> None:
+    free = Counter(runs_of(planned(model, BATCH, budget="min").plan.schedule))
+    made = planned(model, BATCH, budget="min", policy=policy)
+    runs = Counter(runs_of(made.plan.schedule))
+    assert all(free[name] != 1 for name in saved)
+    assert all(runs[name] == 1 for name in saved)
+    assert any(name.endswith(".fused") for name in runs)
+    got, expected = results(model, made, BATCH), results(model, model, BATCH)
+    for n in expected:
+        torch.testing.assert_close(got[n], expected[n], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"inverses": True}, "inverses"),
-        ({"policy": ["aten.mm"]}, "a policy"),
         ({"strategy": rematplan.Auto(two_lanes="on")}, "two lanes"),
         ({"statistics": rematplan.Kronecker()}, "statistics"),
     ],
