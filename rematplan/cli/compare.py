@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rematplan.cli.arguments import add_strategy_options, check_outputs, positive, strategy_options
 from rematplan.cli.output import Output
+from rematplan.cli.plan import planned
 from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, load_model, price
 from rematplan.ir import InfeasibleBudget
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
-from rematplan.planner.core.lane_schedule import Sharing
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Progress, Strategy
@@ -24,11 +23,14 @@ from rematplan.planner.registry import LIMIT, strategy
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import least_plan, parse_budget, plan_within
-from rematplan.plans.two_lane_plans import ON, overlapped, sharing_on
+from rematplan.plans.budgets import parse_budget
+from rematplan.plans.two_lane_plans import ON
 from rematplan.report.comparison_row import Rival
 from rematplan.report.tables import comparison_table
 from rematplan.runtime.costs.device_models import PROFILE
+
+if TYPE_CHECKING:
+    from rematplan.plans.planner import Planner
 
 SECONDS = 20.0
 """The default time limit of `auto`, for each of its plans."""
@@ -70,15 +72,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     wanted = parse_budget(args.budget) if args.budget else None
     costs = costs_of(args)
     loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
+    from rematplan.plans.options import RAISE, PlanOptions
+    from rematplan.plans.planner import Planner
+
     assert loaded.without is not None
     plain, inverted = (price(one, out, costs, args.inverses) for one in (loaded.without, loaded))
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
     default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
     budget = wanted.of(plain.graph, lambda: least) if wanted else default
+    asked = PlanOptions(budget=budget, strategy=auto, costs=costs, on_infeasible=RAISE, refine=False)
+    planner = Planner(asked, named=loaded.named)
     with out.progress(f"planning {plain.graph.name}") as progress:
-        rivals = list(_rivals(plain, inverted, budget, auto, progress))
-    rivals += _overlapped(rivals, budget, auto, costs, out)
+        rivals = list(_rivals(plain, inverted, budget, planner, args.inverses or True, progress))
     if not args.no_run:
         rivals = _run(rivals, args.steps, out)
     out.show(
@@ -94,72 +100,50 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _rivals(
-    plain: Source, inverted: Source, budget: int, auto: Strategy, progress: Progress
+    plain: Source, inverted: Source, budget: int, planner: Planner, inverses: bool | float, progress: Progress
 ) -> Iterator[PlannedRival]:
-    """Yield the plans that are compared: without inverses and, if some inverse rounds, with them."""
+    """Yield the plans that are compared: without inverses; if some inverse rounds, with them; last, if one uses two
+    lanes, that one. ``planner``: of the latter; ``inverses``: as in `PlanOptions`."""
     base = plain.graph.base_cost
 
-    def rival(name: str, source: Source, plan: Plan) -> PlannedRival:
-        extra = plan.estimate.cost / base - 1 if base else 0.0
-        return PlannedRival(name, plan, extra, worst_error(source.graph, plan.schedule), source=source)
+    def asking(strategy: Strategy, inverses: bool | float = False) -> Planner:
+        asked = replace(planner.options, strategy=strategy, inverses=inverses)
+        return replace(planner, options=asked, store=PlanStore())
 
-    store = PlanStore()
-    progress(0.0, "without inverses")
-    yield rival("store all", plain, no_recompute(plain.graph))
-    yield rival("√n checkpointing", plain, _within(ChenSqrt(), plain, budget, progress))
-    without = rival("auto without inverses", plain, _within(auto, plain, budget, progress, store))
+    def row(name: str, source: Source, plan: Plan) -> PlannedRival:
+        time = plan.lanes.makespan if plan.lanes else plan.estimate.cost
+        error = worst_error(source.graph, plan.schedule)
+        return PlannedRival(name, plan, time / base - 1 if base else 0.0, error, source=source)
+
+    def rival(name: str, source: Source, planner: Planner) -> PlannedRival:
+        try:
+            return row(name, *planned(source, planner, progress))
+        except InfeasibleBudget:  # the row shows the smallest peak that the strategy finds
+            return row(name, *planned(source, planner.within("least"), progress))
+
+    auto, one_lane = planner.options.strategy, replace(planner.options.strategy, two_lanes="off")
+    yield row("store all", plain, no_recompute(plain.graph))
+    yield rival("√n checkpointing", plain, asking(ChenSqrt()))
+    source, planner = plain, asking(one_lane)
+    last = without = rival("auto without inverses", source, planner)
     yield without
-    if not any(inverse.noise for inverse in inverted.graph.inverses):
-        return
-    progress(0.5, "with inverses")
-    yield rival("reversible", inverted, _within(Reversible(), inverted, budget, progress))
-    both = rival("auto with inverses", inverted, _within(auto, inverted, budget, progress, store))
-    # With inverses allowed, a plan without them may still be the better one.
-    best = min((both, without), key=lambda r: _rank(r.plan, budget))
-    yield replace(best, name=both.name)
-
-
-def _overlapped(
-    rivals: list[PlannedRival], budget: int, auto: Strategy, costs: str, out: Output
-) -> list[PlannedRival]:
-    """Return one further row, the fastest two-lane plan within the budget, else the leanest; none if no plan uses two
-    lanes. ``rivals``: first the one without recomputation, last the one that names and times the lanes."""
-    last, base, found = rivals[-1], rivals[0].plan.estimate.cost, []
-    sharing = cache(partial(_sharing, last, auto, costs, out))
-    for source in {id(r.source): r.source for r in rivals}.values():
-        own = sorted((r.plan for r in rivals if r.source is source), key=lambda p: _rank(p, budget))
-        best = replace(own[0], budget=max(budget, own[0].estimate.peak))
-        plan, _ = overlapped(source.graph, best, auto.two_lanes, sharing, own[1:])
-        if plan.lanes:
-            extra = plan.lanes.makespan / base - 1 if base else 0.0
-            error = worst_error(source.graph, plan.schedule)
-            found.append(PlannedRival(f"{last.name}, overlap", plan, extra, error, source=source))
-    return sorted(found, key=lambda r: (max(r.plan.peak, budget), r.extra))[:1]
-
-
-def _sharing(rival: PlannedRival, auto: Strategy, costs: str, out: Output) -> Sharing:
-    assert rival.source.loaded is not None
-    with out.progress("measuring two lanes"):
-        return sharing_on(
-            rival.source.loaded.step, rival.source.graph, rival.plan, auto, measured=costs == PROFILE
-        )
+    if any(inverse.noise for inverse in inverted.graph.inverses):
+        yield rival("reversible", inverted, asking(Reversible(), inverses))
+        source, planner = inverted, asking(one_lane, inverses)
+        both = rival("auto with inverses", source, planner)
+        # With inverses allowed, a plan without them may still be the better one.
+        last = replace(min(both, without, key=lambda r: _rank(r.plan, budget)), name=both.name)
+        yield last
+    lanes = rival(
+        f"{last.name}, overlap", source, replace(planner, options=replace(planner.options, strategy=auto))
+    )
+    if lanes.plan.lanes:
+        yield lanes
 
 
 def _rank(plan: Plan, budget: int) -> tuple[int, float]:
     """Return a sort key for plans: those within the budget (bytes) come first, by cost; others by peak and cost."""
     return max(plan.estimate.peak, budget), plan.estimate.cost
-
-
-def _within(
-    strategy: Strategy, source: Source, budget: int, progress: Progress, store: PlanStore | None = None
-) -> Plan:
-    """Return the plan that a strategy finds within the budget (bytes). If none fits, return its plan with the smallest
-    peak found."""
-    store = PlanStore() if store is None else store
-    try:
-        return plan_within(strategy, source.graph, budget, progress, store=store)
-    except InfeasibleBudget:
-        return least_plan(strategy, source.graph, progress, kind="least", store=store)
 
 
 def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRival]:

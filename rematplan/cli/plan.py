@@ -19,7 +19,7 @@ from rematplan.ir import InfeasibleBudget, TrainingGraph, save_problem
 from rematplan.planner.core.inversion_error import inverses_run, worst_error
 from rematplan.planner.core.plan import Plan, save_plan
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.core.strategy import Strategy
+from rematplan.planner.core.strategy import Progress, Strategy
 from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
@@ -30,6 +30,7 @@ from rematplan.report.tables import ladder_table, pairs_table, plan_table, split
 
 if TYPE_CHECKING:
     from rematplan.plans.options import PlanOptions
+    from rematplan.plans.planner import Planner
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -126,20 +127,25 @@ def plan_for(source: Source, args: argparse.Namespace, out: Output) -> tuple[Sou
             return replace(source, notes=(*source.notes, *notes)), plan
     from rematplan.plans.planner import Planner
 
-    loaded = source.loaded
-    planner = Planner(plan_options(args), named=loaded.named)
+    planner = Planner(plan_options(args), named=source.loaded.named)
     with asking, out.progress(f"planning {graph.name}") as progress:
-        found = planner.plan(loaded.bare, progress=progress)
+        found, plan = planned(source, planner, progress)
+    rounds = any(inverse.noise for inverse in found.graph.inverses)
+    if source.loaded.inexact and not rounds and args.inverses and args.budget:
+        said = f"{graph.name}: no plan with inverses was found that is better than this one without them"
+        found = replace(found, notes=(said, *found.notes))
+    return found, plan
+
+
+def planned(source: Source, planner: Planner, progress: Progress) -> tuple[Source, Plan]:
+    """Plan a captured step, and return its problem, with notes, and its plan; `InfeasibleBudget` if none is found."""
+    loaded = source.loaded
+    assert loaded is not None
+    found = planner.plan(loaded.bare, progress=progress)
     assert found.problem is not None
-    notes = found.notes
     rounds = any(inverse.noise for inverse in found.problem.inverses)
-    if loaded.inexact and not rounds and args.inverses and args.budget:
-        notes = (
-            f"{graph.name}: no plan with inverses was found that is better than this one without them",
-            *notes,
-        )
     loaded = replace(loaded, step=found.step, inexact=(loaded.inexact and rounds) or found.rounds)
-    return Source(found.problem, loaded, (*source.notes, *notes)), found.plan
+    return Source(found.problem, loaded, (*source.notes, *found.notes)), found.plan
 
 
 def plan_options(args: argparse.Namespace) -> PlanOptions:

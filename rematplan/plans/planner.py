@@ -378,8 +378,8 @@ class Planner(StepProblems):
         with suppress(InfeasibleBudget):
             quick_plan(self.options, self.store, problem, self.limit(problem))
 
-    def within(self, budget: int) -> Planner:
-        """Return this planner with another budget. ``budget``: bytes."""
+    def within(self, budget: int | str) -> Planner:
+        """Return this planner with another budget: bytes, or text as of `PlanOptions`."""
         return replace(self, options=replace(self.options, budget=budget))
 
     def _either(self, plain: CapturedStep, inverted: CapturedStep, progress: Progress) -> StepPlan:
