@@ -16,7 +16,6 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.plans.op_costs import copies_priced, priced
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import backward_spare, readers, stage_problem, whole_outputs
@@ -25,11 +24,7 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.earlier_gradients import end_of_first_segment
-from rematplan.runtime.problem.layout_copies import NONE
-from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.loss_memory import NO_LOSS, LossMemory
-from rematplan.runtime.problem.policy import ops_that_run_once
-from rematplan.runtime.problem.random_states import without_unused_states
 from rematplan.runtime.problem.weight_gradients import with_separate_weights, with_weight_boundary
 
 
@@ -116,14 +111,7 @@ def _problem(
     step = planner.with_inverses(step)
     if place.split:
         step = with_separate_weights(step)
-    costs = planner.options.costs
-    graph = priced(step, costs)
-    loss = (loss or planner.loss(step, graph)) if place.last else NO_LOSS
-    copies = copies_priced(step, graph, costs) if place.last and not loss.dense else NONE
-    graph = with_loss_boundary(step, graph, loss, copies)
-    once = ops_that_run_once(step, planner.options.policy)
-    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
-    graph = without_unused_states(graph)
+    graph, loss = planner.with_loss(step, loss if place.last else NO_LOSS)
     if place.split:
         graph = with_weight_boundary(step, graph)
     problem = stage_problem(
@@ -133,9 +121,7 @@ def _problem(
         tangents=("tangent",),
         between=loss.between + place.copied,
         loss_forward=loss.forward,
-        as_captured=place.alone
-        and (not place.last or loss.dense)
-        and _are_messages(step, received=not place.handed),
+        as_captured=place.alone and loss.dense and _are_messages(step, received=not place.handed),
         template=template,
     )
     own = whole_outputs(step, problem.graph) if place.handed and place.alone else ()

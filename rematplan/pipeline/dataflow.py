@@ -22,7 +22,6 @@ from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.schedule import Run, Schedule
 from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
-from rematplan.plans.op_costs import priced
 from rematplan.plans.planner import Planner
 from rematplan.plans.stage_problems import reusable_bytes
 from rematplan.runtime.execute.compile import named_tensors
@@ -37,7 +36,6 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 from rematplan.runtime.problem.earlier_gradients import adding_problem, earlier_gradients
 from rematplan.runtime.problem.loss_boundary import LOSS
 from rematplan.runtime.problem.loss_memory import LossMemory
-from rematplan.runtime.problem.policy import ops_that_run_once
 
 STATES = ("parameter", "buffer", "constant", LIBRARIES)
 """The kinds of inputs that exist during the whole step."""
@@ -83,7 +81,7 @@ def dataflow_part(
     named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
     captured = captured_step(stage)
     step = dataflow_step(captured, named, first=first, last=last)
-    graph = priced(step, planner.options.costs, max_inversion_error=planner.options.max_inversion_error)
+    graph = planner.priced(step)
     loss_bytes = 0
     if last:
         tangents = (step.values[i.value].fake for i in step.inputs if i.kind == "tangent")
@@ -92,8 +90,7 @@ def dataflow_part(
         template = template.adding(torch_bytes=allocated(LOSS_BYTES, step.device))  # during the backward
     if any(call.seeded for call in step.calls):
         template = template.adding(torch_bytes=STATE)
-    graph = with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes)
-    graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *ops_that_run_once(step)))))
+    graph = planner.running_once(step, with_dataflow_boundary(step, graph, last=last, loss_bytes=loss_bytes))
     added, _ = earlier_gradients(step)
     adding = adding_problem(step, graph, added)
     kinds = {step.values[i.value].storage: i.kind for i in reversed(step.inputs)}

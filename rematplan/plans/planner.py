@@ -29,7 +29,6 @@ from rematplan.plans.in_flight import (
     trial_of_rank,
 )
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
-from rematplan.plans.op_costs import priced
 from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
 from rematplan.plans.plan_searches import (
     background_search,
@@ -230,9 +229,10 @@ class Planner(StepProblems):
         asked, step = self.options, self.with_inverses(step)
         split = asked.in_flight.deferred is not None
         step = with_separate_weights(step) if split else step
-        graph = self.problem(step)
+        graph, loss = self.with_loss(step)
+        graph = self.around(step, graph)
         graph = with_weight_boundary(step, graph) if split else graph
-        return step, problem_in_flight(step, graph, self.loss(step, priced(step, asked.costs)))
+        return step, problem_in_flight(step, graph, loss)
 
     def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
         shown = nullcontext(progress) if progress else progress_bar(step.name)

@@ -16,6 +16,7 @@ from rematplan.plans.sized_costs import SizedCosts
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses, with_inverses
 from rematplan.runtime.problem.earlier_gradients import adding_problem, holding
+from rematplan.runtime.problem.layout_copies import NONE
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary, with_optimizer_step
 from rematplan.runtime.problem.loss_memory import LossMemory
 from rematplan.runtime.problem.policy import check_names, ops_that_run_once
@@ -52,20 +53,37 @@ class StepProblems:
     def problem(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
         """Make the planning problem of a captured step, with the loss, the ops that run once and the reserved bytes of
         the user's options. `UsageError` if the policy names no module or op of the step."""
-        asked = self.options
-        error = asked.max_inversion_error
-        priced_ = priced(step, asked.costs, progress=progress, max_inversion_error=error, sized=self.sized)
+        return self.around(step, self.with_loss(step, progress=progress)[0])
+
+    def with_loss(
+        self, step: CapturedStep, loss: LossMemory | None = None, progress: Progress = silent
+    ) -> tuple[TrainingGraph, LossMemory]:
+        """Make the problem of a captured step alone, with a loss and the ops that run once, and return it with the
+        memory of the loss. ``loss``: None for the memory that the options state or assume."""
+        graph = self.priced(step, progress)
         if self.keeps_tangents:
-            tangents = step.given("tangent")
-            priced_ = replace(priced_, outputs=tuple(dict.fromkeys((*priced_.outputs, *tangents))))
-        copies = copies_priced(step, priced_, asked.costs)
-        graph = with_loss_boundary(step, priced_, self.loss(step, priced_), copies)
-        check_names(asked.policy, (step,), step.name)
-        once = ops_that_run_once(step, asked.policy)
-        graph = replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
-        graph = without_unused_states(graph)
+            graph = replace(graph, outputs=tuple(dict.fromkeys((*graph.outputs, *step.given("tangent")))))
+        loss = loss or self.loss(step, graph)
+        copies = NONE if loss.dense else copies_priced(step, graph, self.options.costs)
+        graph = self.running_once(step, with_loss_boundary(step, graph, loss, copies))
+        return without_unused_states(graph), loss
+
+    def priced(self, step: CapturedStep, progress: Progress = silent) -> TrainingGraph:
+        """Return the ops and tensors of a captured step, with the costs of the user's options."""
+        error = self.options.max_inversion_error
+        return priced(step, self.options.costs, progress, max_inversion_error=error, sized=self.sized)
+
+    def running_once(self, step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+        """Return a step's problem in which random draws and what the policy says run once."""
+        once = ops_that_run_once(step, self.options.policy)
+        return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+
+    def around(self, step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
+        """Add gradients of earlier steps and the bytes of other objects to a step's problem; `UsageError` as of
+        `problem`."""
+        check_names(self.options.policy, (step,), step.name)
         graph = adding_problem(step, graph, self.added) if self.added else graph
-        others = asked.reserved.on(step.device, self.named)
+        others = self.options.reserved.on(step.device, self.named)
         graph = with_optimizer_step(step, graph, others.stepping)
         return holding(graph, {**self.held, RESERVED: others.always})
 

@@ -116,7 +116,7 @@ class LossMemory:
         return cls(backward, kept, saved, max(0, peak - backward), dense)
 
 
-NO_LOSS = LossMemory(0, 0)
+NO_LOSS = LossMemory(0, 0, dense=True)
 
 
 def _random(like: torch.Tensor, device: torch.device) -> torch.Tensor:
