@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rematplan.ir import ProblemError
 
 LARGEST = 2**62
-"""A bound of all numbers of a file: of bytes, microseconds and counts."""
+"""A bound of all numbers of a file: of bytes and counts."""
 Read = TypeVar("Read")
 
 
@@ -58,18 +58,9 @@ def whole(value: object) -> int:
     """Return ``value`` if it is a whole number from 0 to below `LARGEST`; else raise `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{shown(value)} is not a whole number")
-    number(value)
-    return value
-
-
-def number(value: object) -> float:
-    """Return ``value`` as a float if it is a number from 0 to below `LARGEST`; else raise `TypeError` or
-    `ValueError`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{shown(value)} is not a number")
     if not 0 <= value < LARGEST:
         raise ValueError(f"{str(value)[:40]} is not from 0 to {LARGEST:.0e}")
-    return float(value)
+    return value
 
 
 def shown(value: object) -> str:

@@ -7,15 +7,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematplan.cli.arguments import add_time_limit, time_limit
 from rematplan.cli.output import VERIFICATION_FAILED, Output
-from rematplan.ir import ProblemError, UsageError
+from rematplan.ir import UsageError
 from rematplan.planner.auto.auto_strategy import Auto
-from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, load_pipeline
+from rematplan.planner.pipeline.pipeline_file import StatedPipeline, load_pipeline
 from rematplan.runtime.costs.device_models import ROOFLINE
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan pipeline-step`` as one rank; rank 0 shows all measurements. The exit status is 1 if
     ``--verify`` found a difference."""
     plan, seconds = load_pipeline(args.file), time_limit(args, Auto.time_limit)
-    ranks = plan.schedule.ranks
+    ranks = plan.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UsageError(
             f"start one process for each rank of {args.file}: "
@@ -54,12 +54,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             f"{ranks}; write torchrun --nproc-per-node {ranks}"
         )
     from rematplan.pipeline.run_step import run_on_all_ranks
-    from rematplan.pipeline.schedules import as_torch_runs_it
 
-    try:
-        plan = replace(plan, schedule=as_torch_runs_it(plan.schedule))
-    except ProblemError as other:
-        raise ProblemError(f"{args.file}: {other}") from None
     reports = run_on_all_ranks(plan, verify=args.verify, time_limit=seconds)
     wrong = [f"rank {rank}: {name}" for rank, one in enumerate(reports) for name in one.different]
     if int(os.environ["RANK"]) == 0:
@@ -72,7 +67,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return VERIFICATION_FAILED if wrong else 0
 
 
-def _show(plan: PlannedPipeline, reports: Sequence[RankReport], out: Output) -> None:
+def _show(plan: StatedPipeline, reports: Sequence[RankReport], out: Output) -> None:
     """Print a table of all ranks' peaks."""
     from rematplan.report.pipeline_tables import measured_ranks_table
 

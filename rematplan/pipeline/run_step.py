@@ -23,10 +23,11 @@ from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.plan_pipeline import captured_pipeline
 from rematplan.pipeline.rank_plans import rank_plans
 from rematplan.pipeline.runnable_pipeline import CapturedPart, Pipeline
+from rematplan.pipeline.schedules import stated_schedule
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.core.inversion_error import forward_error
 from rematplan.planner.pipeline.messages import CHANNELS
-from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.pipeline_file import StatedPipeline
 from rematplan.plans.budgets import parse_budget
 from rematplan.plans.options import PlanOptions
 from rematplan.runtime.capture.with_loss import WithLoss
@@ -81,7 +82,7 @@ class RankReport:
     """The largest relative error of a buffer or loss."""
 
 
-def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
+def run_on_all_ranks(plan: StatedPipeline, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Join the other processes that torchrun started, run one pipeline step, and return the reports of all ranks."""
     schedules = logging.getLogger("torch.distributed.pipelining.schedules")
     schedules.setLevel(logging.CRITICAL)  # it prints all actions of all ranks if one of them fails
@@ -92,11 +93,11 @@ def run_on_all_ranks(plan: PlannedPipeline, *, verify: bool, time_limit: float) 
         distributed.destroy_process_group()
 
 
-def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
+def reports_of_step(plan: StatedPipeline, rank: int, *, verify: bool, time_limit: float) -> list[RankReport]:
     """Run one pipeline step as one rank of the default process group, and return the reports of all ranks. Each rank
     plans its stages within the file's budget. `ProcessEnded` if the connection to another process is lost."""
     try:
-        return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.schedule.ranks)
+        return _of_all_ranks(_run(plan, rank, verify, time_limit), plan.ranks)
     except RuntimeError as error:
         if not (isinstance(error, distributed.DistError) or any(word in str(error) for word in LOST)):
             raise
@@ -106,10 +107,10 @@ def reports_of_step(plan: PlannedPipeline, rank: int, *, verify: bool, time_limi
         ) from None
 
 
-def _run(plan: PlannedPipeline, rank: int, verify: bool, time_limit: float) -> RankReport:
+def _run(plan: StatedPipeline, rank: int, verify: bool, time_limit: float) -> RankReport:
     """Run the step of one rank and measure its peak. With ``verify``, compare its losses, gradients and buffers with
     those of all stages in one process."""
-    order = plan.schedule
+    order = stated_schedule(plan)
     loaded = _loaded(plan)
     module = loaded.module
     inputs, target = _whole_batch(loaded, order.microbatches)
@@ -191,7 +192,7 @@ def _is_random(part: CapturedPart) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
 
 
-def _loaded(plan: PlannedPipeline) -> LoadedModel:
+def _loaded(plan: StatedPipeline) -> LoadedModel:
     """Load the model that a pipeline file names, with one micro-batch; `ProblemError` if that is impossible. The seed
     is fixed, so all processes have equal values."""
     model: dict[str, Any] = {name: plan.model.get(name) for name in MODEL_FIELDS}

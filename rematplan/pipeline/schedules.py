@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 
-from rematplan.ir import ProblemError, UsageError
+from rematplan.ir import UsageError
 from rematplan.planner.pipeline.actions import PipelineSchedule, schedule_of_rows
-from rematplan.planner.pipeline.gpipe_and_1f1b import dataflow, gpipe, one_forward_one_backward
+from rematplan.planner.pipeline.gpipe_and_1f1b import (
+    dataflow,
+    gpipe,
+    one_forward_one_backward,
+    one_stage_a_rank,
+)
+from rematplan.planner.pipeline.pipeline_file import StatedPipeline
 
 ONE_STAGE: Mapping[str, Callable[[int, int, float], PipelineSchedule]] = {
     "gpipe": lambda ranks, microbatches, hop: gpipe(ranks, microbatches, _frees_outputs()),
@@ -63,19 +68,11 @@ def _frees_outputs() -> bool:
     return SENT_OUTPUTS_ARE_FREED
 
 
-def as_torch_runs_it(schedule: PipelineSchedule) -> PipelineSchedule:
-    """Return a schedule of the same actions, in which messages are received and freed as by this PyTorch.
-    `ProblemError` if PyTorch's class runs other actions; ``dataflow`` is unchanged."""
-    if schedule.name == "dataflow":
-        return schedule
-    each = schedule.stages // schedule.ranks
-    run = schedule_named(schedule.name, schedule.ranks, schedule.microbatches, each=each)
-    # PyTorch runs its class's actions whatever a file says, and peaks of others would be wrong.
-    for rank, (planned, wanted) in enumerate(zip(schedule.actions, run.actions, strict=True)):
-        for number, (one, other) in enumerate(zip_longest(planned, wanted)):
-            if one != other:
-                raise ProblemError(
-                    f"schedule {schedule.name!r}, rank {rank}: action {number} is {one or 'missing'}, but PyTorch runs "
-                    f"{other or 'no more'}"
-                )
-    return run
+def stated_schedule(file: StatedPipeline) -> PipelineSchedule:
+    """Return the schedule of a pipeline file, with the actions of this PyTorch; `UsageError` if there is none for its
+    numbers."""
+    each = file.stages // file.ranks
+    order = schedule_named(file.schedule, file.ranks, file.microbatches, each=each)
+    if order.name == "dataflow":
+        return one_stage_a_rank(order.name, file.in_flight, file.microbatches)
+    return order

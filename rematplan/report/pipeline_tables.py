@@ -10,7 +10,7 @@ from rich.table import Table
 from rematplan.ir import show_bytes
 from rematplan.plan_report.labels import show_seconds
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
-from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
+from rematplan.planner.pipeline.pipeline_file import PlannedPipeline, StatedPipeline
 from rematplan.planner.pipeline.rank_memory import message_buffers
 from rematplan.report.tables import figures_table, pairs_table
 
@@ -75,9 +75,9 @@ def pipeline_table(plan: PlannedPipeline) -> Table:
     return pairs_table("Timeline", rows)
 
 
-def measured_ranks_table(plan: PlannedPipeline, reports: Sequence[RankReport]) -> Table:
+def measured_ranks_table(plan: StatedPipeline, reports: Sequence[RankReport]) -> Table:
     """Return a table of predicted and measured peaks, one row per rank of a pipeline that was run."""
-    title = f"{plan.problem}: {plan.schedule.name} within {show_bytes(plan.budget)} a rank, measured"
+    title = f"{plan.problem}: {plan.schedule} within {show_bytes(plan.budget)} a rank, measured"
     columns = ("promised\npeak", "measured\npeak", "measured ÷\npromised", "extra time\na micro-batch")
     table = figures_table(title, "rank", *columns, left=0)
     for rank, one in enumerate(reports):
