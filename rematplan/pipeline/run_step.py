@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from torch import distributed, nn
 
 from rematplan.ir import ModelError, ProblemError, ProcessEnded, UsageError
 from rematplan.models.names import ZooError
+from rematplan.module.verification import tensor_differences
 from rematplan.pipeline.dataflow import DataflowPart
 from rematplan.pipeline.frozen_stage import FrozenStage
 from rematplan.pipeline.plan_pipeline import captured_pipeline
@@ -53,9 +53,6 @@ MODEL_FIELDS: Mapping[str, Any] = {
 """The fields of a file's model that are read, with their types."""
 LARGEST = 2**31 - 1
 """The largest size that a file's model may have."""
-LEAST_NORM = 1e-2
-"""The error of a gradient is divided by the gradient's norm, but at least by this share of the norm of all
-gradients."""
 
 
 @dataclass(frozen=True)
@@ -149,20 +146,22 @@ def _run(plan: StatedPipeline, rank: int, verify: bool, time_limit: float) -> Ra
     wanted = _in_one_process(plain, inputs, target, pipe, any(_of_all_ranks(random, order.ranks)))
     ours, theirs = named_tensors(module.model), named_tensors(plain.model)
     names = of_stages & ours.keys()  # a stage has the constants of its forward, too
-    errors = _gradient_errors(ours, theirs, names)
-    forward_errors = {n: _relative_error(ours[n], theirs[n]) for n in names}
-    if losses:
-        one, other = (torch.tensor(values, dtype=torch.float64) for values in (report.losses, wanted))
-        forward_errors["the losses"] = _relative_error(one, other)
-    different = {n for n, error in forward_errors.items() if not error <= expected_forward}
-    different |= {n for n, error in errors.items() if not error <= expected}
+    plainly = _results(theirs, names, wanted if losses else ())
+    planned = _results(ours, names, report.losses)
+    # PyTorch's stages send zeros for a tensor that the loss does not read.
+    planned = {n: t for n, t in planned.items() if n in plainly or t.any()}
+    differences = tensor_differences(plainly, planned)
+    gradients = {d.name: d.relative for d in differences if d.name.startswith("gradient ")}
+    others = {d.name: d.relative for d in differences if d.name not in gradients}
+    different = {n for n, error in gradients.items() if not error <= expected}
+    different |= {n for n, error in others.items() if not error <= expected_forward}
     return replace(
         report,
         compared=len(names) + len(losses),
         different=tuple(sorted(different)),
         expected=expected,
-        error=max(errors.values(), default=0.0),
-        of_forwards=max(forward_errors.values(), default=0.0),
+        error=max(gradients.values(), default=0.0),
+        of_forwards=max(others.values(), default=0.0),
     )
 
 
@@ -275,30 +274,13 @@ def _in_one_process(
     return step_in_one_process(module.parameters(), loss_of, (*inputs, target), pipe.order.microbatches)
 
 
-def _gradient_errors(
-    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], names: set[str]
-) -> dict[str, float]:
-    """Return, by name, the errors of the gradients of ``ours`` relative to those of ``theirs`` (`LEAST_NORM`). An error
-    is infinite if only one of the two has a gradient, except zeros in ``ours``."""
-    wanted = [theirs[n].grad for n in names]
-    norms = [float(g.double().norm()) for g in wanted if g is not None]
-    least = LEAST_NORM * math.hypot(*norms) if norms else 0.0
-
-    def error(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-        if other is None:
-            # PyTorch's stages send zeros for a tensor that the loss does not read.
-            return 0.0 if one is None or not one.any() else math.inf
-        return math.inf if one is None else _relative_error(one, other, least)
-
-    return {n: error(ours[n].grad, theirs[n].grad) for n in names}
-
-
-def _relative_error(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
-    """Return the norm of the difference ÷ that of ``other``, or ÷ ``least`` if larger; 0 for equal bits."""
-    if torch.equal(one, other):
-        return 0.0
-    distance = float((one.detach().double() - other.detach().double()).norm())
-    return distance / (max(float(other.detach().double().norm()), least) or 1.0)
+def _results(
+    tensors: Mapping[str, torch.Tensor], names: Collection[str], losses: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """Return the named parameters and buffers, the gradients, and the losses if there are any."""
+    found = {f"gradient {n}": g for n in names if (g := tensors[n].grad) is not None}
+    found |= {n: tensors[n].detach() for n in names}
+    return found | ({"the losses": torch.tensor(losses, dtype=torch.float64)} if losses else {})
 
 
 def step_in_one_process(
