@@ -3,7 +3,7 @@ saves time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,8 @@ def overlapped(
     plan: Plan,
     mode: str | None,
     sharing: Callable[[], Sharing],
-    more: Iterable[Plan] = (),
 ) -> tuple[Plan, tuple[str, ...]]:
-    """Return the fastest of ``plan``, ``more`` and plans with inverses on two lanes, if ``mode`` asks for them, with
+    """Return the fastest of ``plan`` and plans with inverses on two lanes, if ``mode`` asks for them, with
     `AUTO` only if they save enough time (`PAYS`). If not, return ``plan``, and a note why if ``mode`` asked.
     ``sharing``: returns how fast two lanes are."""
     if mode in (None, OFF):
@@ -44,7 +43,7 @@ def overlapped(
     thread = graph.fixed_split.get(LIBRARIES, 0) // THREADS  # the recovery lane is a further thread
     shared = sharing()
     inverted = Reversible().curve(graph, ()) if graph.inverses else ()
-    found = fastest_on_two_lanes(graph, (plan, *more, *inverted), budget - thread, shared)
+    found = fastest_on_two_lanes(graph, (plan, *inverted), budget - thread, shared)
     if found is None:
         why = "the plan recomputes nothing in the backward"
         if thread:

@@ -6,7 +6,6 @@ An op without cost writes the state; the drawing op reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -86,17 +85,3 @@ def without_random_states(graph: TrainingGraph) -> TrainingGraph:
         ops=tuple(replace(op, reads=tuple(t for t in op.reads if not saves_state(t))) for op in ops),
         never_rerun=tuple(name for name in graph.never_rerun if not saves_state(name)),
     )
-
-
-def with_saves(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
-    """Return ``runs`` (names of ops) with, before the first run of each op that draws, the op that saves its state, if
-    ``graph`` has one."""
-    saved: set[str] = set()
-    found: list[str] = []
-    for name in runs:
-        state = state_of(name)
-        if state in graph.op and state not in saved:
-            saved.add(state)
-            found.append(state)
-        found.append(name)
-    return found

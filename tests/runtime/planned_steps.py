@@ -19,11 +19,26 @@ from rematplan.runtime.graph.call_cost import CallCost
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.loss_boundary import with_loss_boundary
 from rematplan.runtime.problem.planning_problem import training_graph
+from rematplan.runtime.problem.random_states import state_of
 
 
 def problem(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
     """The planning problem of a step, with its loss boundary."""
     return with_loss_boundary(step, training_graph(step, costs))
+
+
+def with_saves(graph: TrainingGraph, runs: Sequence[str]) -> list[str]:
+    """``runs`` (names of ops) with, before the first run of each op that draws, the op that saves its state, if
+    ``graph`` has one."""
+    saved: set[str] = set()
+    found: list[str] = []
+    for name in runs:
+        state = state_of(name)
+        if state in graph.op and state not in saved:
+            saved.add(state)
+            found.append(state)
+        found.append(name)
+    return found
 
 
 class PlannedStep:

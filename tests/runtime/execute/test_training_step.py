@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planned_steps import PlannedStep, problem, verify
+from planned_steps import PlannedStep, problem, verify, with_saves
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ from rematplan.runtime.capture.capture import capture
 from rematplan.runtime.costs.measure import peak_above_entry
 from rematplan.runtime.costs.profile import ProfileWarning, profile_costs
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.problem.random_states import saves_state, state_of, with_saves
+from rematplan.runtime.problem.random_states import saves_state, state_of
 
 
 class Conv(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned_steps import PlannedStep, problem
+from planned_steps import PlannedStep, problem, with_saves
 from torch import nn
 
 from rematplan.ir import TrainingGraph
@@ -21,7 +21,6 @@ from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.problem.random_states import (
     saves_state,
     state_of,
-    with_saves,
     without_random_states,
     without_unused_states,
 )
