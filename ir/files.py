@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 from rematplan.ir.errors import ProblemError, UsageError
@@ -69,3 +69,25 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             raise
     except OSError as error:
         raise ProblemError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def typed(value: object, kind: type | tuple[type, ...], where: str) -> Any:
+    """Return a value of JSON data that has the type ``kind``; else `ProblemError`. ``where``: what its message calls
+    the value."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ProblemError(f"{where} is {str(value)[:40]!r}, not of type {wanted}")
+    return value
+
+
+def field_of(data: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    """Return a field of the type ``kind`` of a JSON object; else `ProblemError`."""
+    row = typed(data, dict, where)
+    if key not in row:
+        raise ProblemError(f"{where}: {key!r} is missing")
+    return typed(row[key], kind, f"{where}: {key}")
+
+
+def names_of(values: Iterable[object], where: str) -> tuple[str, ...]:
+    """Return the texts of a JSON list; `ProblemError` if it has something else."""
+    return tuple(typed(v, str, where) for v in values)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 from rematplan.ir.errors import ProblemError
-from rematplan.ir.files import read_as, write_whole
+from rematplan.ir.files import field_of, names_of, read_as, typed, write_whole
 from rematplan.ir.training_graph import Op, Phase, Tensor, TrainingGraph
 
 PROBLEM_FORMAT = "rematplan.problem/1"
@@ -38,29 +37,29 @@ def problem_to_json(graph: TrainingGraph) -> dict[str, Any]:
 def problem_from_json(data: object) -> TrainingGraph:
     """Build a planning problem from plain JSON data in the format ``rematplan.problem/1``; `ProblemError` for other
     data."""
-    root = _typed(data, dict, "the problem")
+    root = typed(data, dict, "the problem")
     if root.get("format") != PROBLEM_FORMAT:
         raise ProblemError(f"format is {root.get('format')!r}, not {PROBLEM_FORMAT!r}")
     tensors = tuple(
-        Tensor(_field(t, "name", str, f"tensor {i}"), _field(t, "bytes", int, f"tensor {i}"))
-        for i, t in enumerate(_field(root, "tensors", list, "the problem"))
+        Tensor(field_of(t, "name", str, f"tensor {i}"), field_of(t, "bytes", int, f"tensor {i}"))
+        for i, t in enumerate(field_of(root, "tensors", list, "the problem"))
     )
-    split = _typed(root.get("fixed_split", {}), dict, "fixed_split")
+    split = typed(root.get("fixed_split", {}), dict, "fixed_split")
     return TrainingGraph(
-        name=_typed(root.get("name", "problem"), str, "name"),
+        name=typed(root.get("name", "problem"), str, "name"),
         tensors=tensors,
-        inputs=_names(_field(root, "inputs", list, "the problem"), "inputs"),
-        outputs=_names(_field(root, "outputs", list, "the problem"), "outputs"),
+        inputs=names_of(field_of(root, "inputs", list, "the problem"), "inputs"),
+        outputs=names_of(field_of(root, "outputs", list, "the problem"), "outputs"),
         ops=tuple(
-            _op_from_json(o, f"op {i}") for i, o in enumerate(_field(root, "ops", list, "the problem"))
+            _op_from_json(o, f"op {i}") for i, o in enumerate(field_of(root, "ops", list, "the problem"))
         ),
         inverses=tuple(
             _op_from_json(o, f"inverse {i}")
-            for i, o in enumerate(_typed(root.get("inverses", []), list, "inverses"))
+            for i, o in enumerate(typed(root.get("inverses", []), list, "inverses"))
         ),
-        ordered=_names(_typed(root.get("ordered", []), list, "ordered"), "ordered"),
-        never_rerun=_names(_typed(root.get("never_rerun", []), list, "never_rerun"), "never_rerun"),
-        fixed_split={_typed(k, str, "fixed_split"): _typed(v, int, "fixed_split") for k, v in split.items()},
+        ordered=names_of(typed(root.get("ordered", []), list, "ordered"), "ordered"),
+        never_rerun=names_of(typed(root.get("never_rerun", []), list, "never_rerun"), "never_rerun"),
+        fixed_split={typed(k, str, "fixed_split"): typed(v, int, "fixed_split") for k, v in split.items()},
     )
 
 
@@ -99,19 +98,19 @@ def _op_to_json(op: Op) -> dict[str, Any]:
 def _op_from_json(data: object, where: str) -> Op:
     """Return an op or inverse of JSON data; `ProblemError` if a field is missing or wrong. ``where``: what messages
     call the op until its name is read."""
-    name = _field(data, "name", str, where)
+    name = field_of(data, "name", str, where)
     where = f"op {name!r}"
-    row = _typed(data, dict, where)
+    row = typed(data, dict, where)
     phase = row.get("phase")
     if phase not in (None, "forward", "backward"):
         raise ProblemError(f"{where}: phase is {phase!r}, not forward or backward")
     return Op(
         name=name,
         # An op may list a read twice (x·x); it must be resident only once.
-        reads=tuple(dict.fromkeys(_names(_field(row, "reads", list, where), where))),
-        writes=_names(_field(row, "writes", list, where), where),
-        cost=_number(_field(row, "cost", (int, float), where), f"{where}: cost"),
-        workspace=_typed(row.get("workspace", 0), int, f"{where}: workspace"),
+        reads=tuple(dict.fromkeys(names_of(field_of(row, "reads", list, where), where))),
+        writes=names_of(field_of(row, "writes", list, where), where),
+        cost=_number(field_of(row, "cost", (int, float), where), f"{where}: cost"),
+        workspace=typed(row.get("workspace", 0), int, f"{where}: workspace"),
         phase=cast("Phase | None", phase),
         gain=_number(row.get("gain", 1.0), f"{where}: gain"),
         noise=_number(row.get("noise", 0.0), f"{where}: noise"),
@@ -120,24 +119,6 @@ def _op_from_json(data: object, where: str) -> Op:
 
 def _number(value: object, where: str) -> float:
     try:
-        return float(_typed(value, (int, float), where))
+        return float(typed(value, (int, float), where))
     except OverflowError:
         raise ProblemError(f"{where} is too large") from None
-
-
-def _names(values: Iterable[object], where: str) -> tuple[str, ...]:
-    return tuple(_typed(v, str, where) for v in values)
-
-
-def _field(data: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
-    row = _typed(data, dict, where)
-    if key not in row:
-        raise ProblemError(f"{where}: {key!r} is missing")
-    return _typed(row[key], kind, f"{where}: {key}")
-
-
-def _typed(value: object, kind: type | tuple[type, ...], where: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ProblemError(f"{where} is {str(value)[:40]!r}, not of type {wanted}")
-    return value

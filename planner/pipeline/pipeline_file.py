@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rematplan.ir import ProblemError
-from rematplan.ir.files import read_as, write_whole
+from rematplan.ir.files import field_of, names_of, read_as, typed, write_whole
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.bubble_formulas import FORMULAS
-from rematplan.planner.pipeline.json_fields import field_of, json_object, list_of, text, whole
 from rematplan.planner.pipeline.messages import CHANNELS, least_credits
 from rematplan.planner.pipeline.rank_memory import rank_peak, stages_in_flight
 from rematplan.planner.pipeline.stage_plan import StagePlan
@@ -153,16 +152,22 @@ def pipeline_from_json(data: object) -> StatedPipeline:
     or malformed, or the stages do not suit the ranks or the cuts."""
     if not isinstance(data, dict) or data.get("format") != PIPELINE_FORMAT:
         raise ProblemError(f"not a {PIPELINE_FORMAT} file; rematplan pipeline -o writes one")
-    numbers = {name: field_of(data, name, whole) for name in ("stages", "ranks", "microbatches", "budget")}
+
+    def stated(name: str, kind: type) -> Any:
+        return field_of(data, name, kind, "the pipeline")
+
     found = StatedPipeline(
-        problem=field_of(data, "problem", text),
-        schedule=field_of(data, "schedule", text),
-        in_flight=tuple(field_of(data, "in_flight", list_of(whole))),
-        names=tuple(field_of(data, "names", list_of(text))),
-        model=field_of(data, "model", json_object),
-        **numbers,
+        problem=stated("problem", str),
+        schedule=stated("schedule", str),
+        stages=stated("stages", int),
+        ranks=stated("ranks", int),
+        microbatches=stated("microbatches", int),
+        in_flight=tuple(typed(n, int, "in_flight") for n in stated("in_flight", list)),
+        budget=stated("budget", int),
+        names=names_of(stated("names", list), "names"),
+        model=stated("model", dict),
     )
-    if not min(found.stages, found.ranks, found.microbatches) or found.stages % found.ranks:
+    if min(found.stages, found.ranks, found.microbatches) < 1 or found.stages % found.ranks:
         raise ProblemError(
             f"{found.stages} stages and {found.microbatches} micro-batches do not suit {found.ranks} ranks"
         )
