@@ -59,8 +59,7 @@ class LoadedStep:
     round, splits or fused kernels, so that gradients may differ from plain autograd's by rounding errors.
 
     ``bare``: the same step as captured, without any inverse. ``capture``: that from which it was made, with which a
-    planned module can begin. ``without``: the same step with exact inverses only, which copy, move or negate
-    numbers; None unless the step was loaded with ``inverses=True``.
+    planned module can begin.
     """
 
     module: WithLoss
@@ -70,7 +69,6 @@ class LoadedStep:
     capture: ReadyCapture
     notes: tuple[str, ...] = ()
     inexact: bool = False
-    without: LoadedStep | None = None
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
@@ -213,10 +211,9 @@ def _device(name: str) -> torch.device:
 
 def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     """Return the step with exact inverses only. With ``inverses``, return it with all inverses and notes on tensors
-    that no inverse recovers, and the step with exact inverses as its ``without``."""
-    without = replace(loaded, step=with_exact_inverses(loaded.step))
+    that no inverse recovers."""
     if not inverses:
-        return without
+        return replace(loaded, step=with_exact_inverses(loaded.step))
     blind = is_weightless(loaded.batch)
     found = with_inverses(loaded.step, loaded.named, renormalise=True)
     notes = list(found.refused[:MOST_REFUSALS])
@@ -225,7 +222,7 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
     if blind:
         notes.append("the model was loaded without weights, so inverses that divide by a scale are not used")
     inexact = not all(map(is_exact, found.step.inverses))
-    return replace(without, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact, without=without)
+    return replace(loaded, step=found.step, notes=(*loaded.notes, *notes), inexact=inexact)
 
 
 def _of_file(graph: Graph, seed: int, weightless: bool, device: torch.device) -> Made:

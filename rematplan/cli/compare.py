@@ -74,9 +74,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loaded = load_model(args, out, weightless=args.no_run and costs != PROFILE, inverses=True)
     from rematplan.plans.options import RAISE, PlanOptions
     from rematplan.plans.planner import Planner
+    from rematplan.runtime.inversion.find_inverses import with_exact_inverses
 
-    assert loaded.without is not None
-    plain, inverted = (price(one, out, costs, args.inverses) for one in (loaded.without, loaded))
+    exact = replace(loaded, step=with_exact_inverses(loaded.bare), inexact=False)
+    plain, inverted = (price(one, out, costs, args.inverses) for one in (exact, loaded))
     base = no_recompute(plain.graph)
     least = Reversible().curve(inverted.graph, ())[-1].estimate.peak
     default = least if least < base.estimate.peak else base.estimate.peak * HALF // 100
@@ -87,9 +88,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         rivals = list(_rivals(plain, inverted, budget, planner, args.inverses or True, progress))
     if not args.no_run:
         rivals = _run(rivals, args.steps, out)
-    out.show(
-        *dict.fromkeys((*plain.notes, *inverted.notes)), comparison_table(plain.graph.name, budget, rivals)
-    )
+    out.show(*inverted.notes, comparison_table(plain.graph.name, budget, rivals))
     if args.png:
         from rematplan.report.plot_comparison import save_comparison  # matplotlib is slow to load
 

@@ -17,7 +17,6 @@ from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import StrategyStages
 from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
-from rematplan.plans.op_costs import priced
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.runtime.execute.compile import named_tensors
@@ -42,17 +41,17 @@ def auto_cuts(
     own = asked if schedule.name not in CHANNELS else replace(asked, inverses=True)
     named = {f"{WRAPPER}{name}": tensor for name, tensor in named_tensors(model).items()}
     whole = StageModule(model, tuple(args), dict(kwargs), ())
-    step = Planner(own, named=named).with_inverses(captured_step(whole))
-    graph = priced(step, asked.costs, max_inversion_error=asked.max_inversion_error)
-    chain = named_chain(step, graph, only=known, prefix="")
+    planner = Planner(own, named=named)
+    step = planner.with_inverses(captured_step(whole))
+    chain = named_chain(step, planner.priced(step), only=known, prefix="")
     if not set(known).issuperset(chain.names[1:]):
         raise UsageError(
             f"no module of {type(model).__name__} has a part of the step of its own to cut before"
         )
     strategy = asked.strategy
     options = PipelineRequest(schedule.name, schedule.stages, schedule.microbatches, budget, asked.time_limit)
-    planner = None if isinstance(strategy, Auto) else StrategyStages(strategy)
-    return best_cuts(chain, schedule, options, planner)
+    stages = None if isinstance(strategy, Auto) else StrategyStages(strategy)
+    return best_cuts(chain, schedule, options, stages)
 
 
 def agreed(choose: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
