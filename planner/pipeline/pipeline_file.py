@@ -167,10 +167,8 @@ def pipeline_from_json(data: object) -> StatedPipeline:
         names=names_of(stated("names", list), "names"),
         model=stated("model", dict),
     )
-    if min(found.stages, found.ranks, found.microbatches) < 1 or found.stages % found.ranks:
-        raise ProblemError(
-            f"{found.stages} stages and {found.microbatches} micro-batches do not suit {found.ranks} ranks"
-        )
+    if min(found.stages, found.microbatches) < 1:
+        raise ProblemError(f"there are {found.stages} stages and {found.microbatches} micro-batches")
     if not len(found.in_flight) == len(found.names) + 1 == found.stages:
         raise ProblemError(f"{found.stages} stages need as many numbers in flight, and one name fewer")
     return found

@@ -23,7 +23,7 @@ from rematplan.pipeline.rank_plans import (
     stated_rank_plan,
 )
 from rematplan.pipeline.runnable_pipeline import Pipeline
-from rematplan.pipeline.schedules import MOST, ONE_STAGE, SCHEDULES, schedule_named
+from rematplan.pipeline.schedules import MOST, schedule_of_stages
 from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.messages import CHANNELS
@@ -272,11 +272,7 @@ def _order(schedule: str, stages: int, microbatches: int, hop: float) -> Pipelin
         )
     if not 0 <= hop < MOST:
         raise UsageError(f"hop is {hop!r}; it must be a number of at least 0 and below {MOST}")
-    if schedule in ONE_STAGE or schedule not in SCHEDULES:
-        return schedule_named(schedule, stages, microbatches, hop=hop)
-    if stages % 2:
-        raise UsageError(f"{schedule} has two stages on each rank, so stages must be even, not {stages}")
-    return schedule_named(schedule, stages // 2, microbatches, each=2)
+    return schedule_of_stages(schedule, stages, microbatches, hop)
 
 
 def _first_microbatch(

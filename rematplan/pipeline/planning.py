@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, UsageError, show_bytes
-from rematplan.pipeline.schedules import ONE_STAGE, STAGES_A_RANK, VIRTUAL, schedule_named
+from rematplan.pipeline.schedules import schedule_of_stages
 from rematplan.pipeline.step_chain import NamedChain, named_chain
 from rematplan.pipeline.torch_memory import OPENING
 from rematplan.planner.core.effort import Effort
@@ -171,13 +171,8 @@ def _terms(chain: NamedChain, asked: PipelineRequest, budget: int) -> Terms:
 def _schedule(name: str, chain: NamedChain, asked: PipelineRequest) -> PipelineSchedule:
     """Return the schedule called ``name``; `UsageError` if it cannot have so many stages. With ``dataflow``, enough
     micro-batches are in flight to hide the time of messages."""
-    if name in VIRTUAL and asked.stages % STAGES_A_RANK:
-        raise UsageError(
-            f"{name} has {STAGES_A_RANK} stages on each rank; {asked.stages} stages are not a multiple of that"
-        )
-    ranks = asked.stages if name in ONE_STAGE else asked.stages // STAGES_A_RANK
     hop = _hop(chain, asked) if name == "dataflow" else 0.0
-    return schedule_named(name, ranks, asked.microbatches, hop=hop)
+    return schedule_of_stages(name, asked.stages, asked.microbatches, hop)
 
 
 def _hop(chain: NamedChain, asked: PipelineRequest) -> float:

@@ -68,11 +68,21 @@ def _frees_outputs() -> bool:
     return SENT_OUTPUTS_ARE_FREED
 
 
+def schedule_of_stages(name: str, stages: int, microbatches: int, hop: float = 0.0) -> PipelineSchedule:
+    """Return the schedule called ``name`` for so many stages, as many on each rank as usual; `UsageError` if there is
+    none. ``hop``: as of `schedule_named`."""
+    each = STAGES_A_RANK if name in VIRTUAL else 1
+    if stages % each:
+        raise UsageError(f"{name} has {each} stages on each rank; {stages} stages are not a multiple of that")
+    return schedule_named(name, stages // each, microbatches, hop=hop)
+
+
 def stated_schedule(file: StatedPipeline) -> PipelineSchedule:
     """Return the schedule of a pipeline file, with the actions of this PyTorch; `UsageError` if there is none for its
     numbers."""
-    each = file.stages // file.ranks
-    order = schedule_named(file.schedule, file.ranks, file.microbatches, each=each)
+    order = schedule_of_stages(file.schedule, file.stages, file.microbatches)
+    if order.ranks != file.ranks:
+        raise UsageError(f"{file.stages} stages of {order.name} have {order.ranks} ranks, not {file.ranks}")
     if order.name == "dataflow":
         return one_stage_a_rank(order.name, file.in_flight, file.microbatches)
     return order

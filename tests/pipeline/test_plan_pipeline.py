@@ -51,7 +51,7 @@ def planned(
         ({"schedule": "2f2b"}, UsageError, "unknown schedule '2f2b'; known: gpipe"),
         ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be divided into 8 equal micro-batches"),
         ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
-        ({"schedule": "zbv", "stages": 5}, UsageError, "stages must be even, not 5"),
+        ({"schedule": "zbv", "stages": 5}, UsageError, "5 stages are not a multiple"),
         ({"stages": 0}, UsageError, "stages is 0 and microbatches 8; both must be whole numbers"),
         ({"microbatches": 2.5}, UsageError, "stages is 4 and microbatches 2.5; both must be whole numbers"),
         ({"schedule": "dataflow", "hop": float("nan")}, UsageError, "hop is nan"),
