@@ -35,7 +35,7 @@ class Block(nn.Module):
 class Base(nn.Module):
     """Blocks, and a head."""
 
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 5)
@@ -105,7 +105,7 @@ def made(kind: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def same_steps(
-    model: nn.Module, plain: nn.Module, steps: int = 20, rows: Callable[[int], int] = lambda _: ROWS
+    model: nn.Module, plain: nn.Module, steps: int, rows: Callable[[int], int] = lambda _: ROWS
 ) -> None:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, plain)]
     for at in range(steps):

@@ -53,7 +53,7 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score = nn.Linear(WIDTH, 4)
+        self.score = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, experts: int) -> tuple[int, list[int], Tensor, Tensor]:
         gates, chosen = functional.softmax(self.score(x).tanh(), dim=1).max(1)
@@ -126,12 +126,12 @@ def test_steps_equal_those_of_eager_mode_and_keep_to_the_budget(kind: type[nn.Mo
     model, plain = made(kind)
     names = list(model.state_dict())
     found = plan(model, "85%" if kind in ROUTERS else "75%")
-    same_steps(found, plain, 20 if kind is Dropping else 3)
+    same_steps(found, plain, 8 if kind is Dropping else 3)
     assert list(found.state_dict()) == names
     assert all("forward" not in vars(part) for part in model.modules() if part is not found)
     if kind in ROUTERS:
         return
-    peaks, eager = ([measured(one, at) for at in range(6)] for one in (found, plain))
+    peaks, eager = ([measured(one, at) for at in range(3)] for one in (found, plain))
     made_of = planned(found)
     assert max(peaks) <= made_of.peak <= made_of.budget < max(eager)
     assert made_of.share > 0.5
@@ -191,11 +191,10 @@ def test_layers_that_did_not_run_count_as_if_they_had_and_all_plans_can_be_read(
     assert rematplan.planning(model).plans == ()
     seeded(3)
     run(model, *batch(3))
-    assert sorted(n for group in planned(model).parts for n in group.names) == [
-        f"blocks.{k}" for k in range(4)
-    ]
+    names = sorted(name for group in planned(model).parts for name in group.names)
+    assert names == ["blocks.0", "blocks.1", "blocks.2"]
     found = rematplan.planning(model)
-    assert 1 <= len(found.plans) <= 4
+    assert 1 <= len(found.plans) <= 3
     assert found.stats().plans == len(found.plans)
     with pytest.raises(UsageError, match="planned in parts"):
         _ = found.plan
@@ -231,7 +230,7 @@ def test_what_runs_later_or_more_often_is_told_of_once_and_planned(monkeypatch: 
         with warnings.catch_warnings(action="error"):
             same_steps(model, plain, 3)
     calls = Counter(name for name, _ in planned(model).rehearsed.calls)
-    assert calls == {**{f"blocks.{k}": 2 for k in range(4)}, "late": 1}
+    assert calls == {**{f"blocks.{k}": 2 for k in range(3)}, "late": 1}
     assert measured(model, 0) <= planned(model).peak
 
 

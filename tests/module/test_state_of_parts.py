@@ -144,12 +144,12 @@ class Caching(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(CachingBlock() for _ in range(4))
-        self.tail = nn.ModuleList(CachingBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(CachingBlock() for _ in range(2))
+        self.tail = nn.ModuleList(CachingBlock() for _ in range(2))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         cache, few = Cache(), np.random.uniform() < 0.5
-        for block in [*self.tail, *self.blocks[: 2 if few else 4]]:
+        for block in [*self.tail, *self.blocks[: 1 if few else 2]]:
             x = block(x, cache if block in self.blocks else None)
         return functional.cross_entropy(self.head(x + sum(cache.entries)), labels)
 
@@ -157,9 +157,9 @@ class Caching(Base):
 def test_a_module_that_changes_an_object_is_no_part() -> None:
     model, plain = made(Caching)
     in_parts(model, "2MiB")
-    same_steps(model, plain, 6)
+    same_steps(model, plain, 4)
     names = {name for name, _ in planned(model).rehearsed.calls}
-    assert {f"tail.{k}" for k in range(3)} <= names
+    assert {"tail.0", "tail.1"} <= names
     assert not {name for name in names if name.startswith("blocks") and name.count(".") < 2}
     text = planned(model).text()
     assert "; not planned: blocks.0 (the forward changes an object that it is called with, a Cache" in text
@@ -194,10 +194,10 @@ def test_modules_may_be_exchanged_between_steps() -> None:
         del one.blocks[2]
     same_steps(model, plain, 1)
     named, _ = made(Base)
-    in_parts(named, "2MiB", modules="blocks.3")
+    in_parts(named, "2MiB", modules="blocks.2")
     run(named, *batch(0))
-    del named.blocks[3]
-    with pytest.raises(ModelError, match=r"has no module blocks\.3 any longer"):
+    del named.blocks[2]
+    with pytest.raises(ModelError, match=r"has no module blocks\.2 any longer"):
         run(named, *batch(0))
 
 
