@@ -102,6 +102,15 @@ def few_blocks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def few_searches() -> Iterator[None]:
+    """Searches for plans of several modules, or of several stages, are short."""
+    tasks = import_module("planned_tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks.rank_search, "LIMITS", tasks.FEW)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checker() -> ModuleType:
     """The independent checker of problem and plan files."""

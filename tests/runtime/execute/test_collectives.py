@@ -56,7 +56,7 @@ class Shares(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(16, 16) for _ in "abcd")
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(16, 16) for _ in "ab")
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -71,7 +71,7 @@ class Shares(nn.Module):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("strategy", ["chen_sqrt", "approx_dp", "nested_dp", "anneal", "auto"])
+@pytest.mark.parametrize("strategy", ["chen_sqrt", "approx_dp", "anneal", "auto"])
 def test_no_collective_runs_again(strategy: str) -> None:
     torch.manual_seed(0)
     model, x = Shares("functional"), torch.randn(64, 16)
