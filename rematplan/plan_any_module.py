@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,6 +289,8 @@ def _planned(
         raise UsageError(
             f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
         )
+    if not isinstance(kwargs, (Mapping, NoneType)):
+        raise UsageError(f"kwargs is a {type(kwargs).__name__}; write it as a dictionary by argument name")
     asked = asked_of(model, args, kwargs or {}, **options)
     planned = planned_module(model, asked.runner(model, named=names_of_tensors(model)))
     make_first_plans(planned, asked, model, args, kwargs or {})
@@ -351,6 +353,8 @@ def asked_of(
         split=stated_splits(split),
         **others,
     )
+    if not isinstance(statistics, (Kronecker, NoneType)):
+        raise UsageError(f"statistics is {statistics!r}; it must be None or rematplan.Kronecker(...)")
     if statistics is not None and options.saved is not None:
         raise UsageError("a saved plan cannot be used together with statistics; state a budget instead")
     shapes = ShapeOptions.of(dynamic_shapes, model, args, kwargs)

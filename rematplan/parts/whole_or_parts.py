@@ -260,7 +260,8 @@ class WholeOrParts(Runner):
             "inverses": options.inverting,
             "several calls in flight": options.several,
             **{one.name: one.holds(options) for one in (SPLIT, FUSED, *NOT_IN_STAGES)},
-            "a percentage of activations": options.stated_budget().kind == "activations",
+            "a percentage of activations": options.budget is not None
+            and options.stated_budget().kind == "activations",
         }
         if name := next((name for name, stated in excluded.items() if stated), None):
             raise UsageError(f"{name} cannot be combined with plans of several modules")

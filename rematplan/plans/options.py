@@ -52,6 +52,10 @@ class SavedPlan(Strategy):
     name: ClassVar[str] = "saved"
     summary: ClassVar[str] = "a plan that was made before"
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, Path)):
+            raise UsageError(f"path is {self.path!r}; it must be that of a plan file, as text or a Path")
+
     def plan(
         self, graph: TrainingGraph, budget: int = 0, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
@@ -117,6 +121,8 @@ class PlanOptions:
             raise UsageError(
                 f"inverses is {self.inverses!r}; it must be True, False, or the largest relative error, such as 1e-5"
             )
+        if not isinstance(self.refine, bool):
+            raise UsageError(f"refine is {self.refine!r}; it must be True or False")
         self.stated_loss()
         known_costs(self.costs)
         if self.on_infeasible not in (None, *INSTEAD):

@@ -167,9 +167,12 @@ class Planner(StepProblems):
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
-        if self.options.split == AUTO_SPLIT and self.options.saved is not None:
-            return split_as_planned(charged, step, self.options.saved.ops)
-        return split_as_asked(charged, step, charged._trials(step), first)
+        saved = self.options.saved
+        if saved is not None and self.options.split == AUTO_SPLIT:
+            return split_as_planned(charged, step, saved.ops)
+        # Trials turn a percentage into bytes for the step without splits. A saved plan has no budget.
+        trials = None if saved is not None else charged._trials(step)
+        return split_as_asked(charged, step, trials, first)
 
     def _trials(self, step: CapturedStep) -> SplitTrials:
         """Return trials of splits of ``step``, with eager kernels, within the budget. A percentage refers to ``step``

@@ -67,9 +67,10 @@ class Kronecker:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")
         if not isinstance(self.every, int) or self.every < 1:
             raise UsageError(f"every is {self.every!r}; it is a number of steps, 1 or more")
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}; it is a whole number")
-        if not 0 < self.share <= 1:
-            raise UsageError(f"share is {self.share}; it is above 0 and at most 1")
-        if self.terms is not None and self.terms < 1:
-            raise UsageError(f"terms is {self.terms}; a loss has 1 or more")
+        for name in ("diagonal_above", "output", "class_dim", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it is a whole number")
+        if not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
+            raise UsageError(f"share is {self.share!r}; it is above 0 and at most 1")
+        if self.terms is not None and (not isinstance(self.terms, int) or self.terms < 1):
+            raise UsageError(f"terms is {self.terms!r}; a loss has 1 or more")

@@ -252,6 +252,9 @@ def test_a_plan_for_another_shape_begins_with_the_first(monkeypatch: pytest.Monk
         {"strategy": Auto(two_lanes="maybe")},
         {"strategy": Auto(lane_speed=0.4)},
         {"dynamic_shapes": 5},
+        {"statistics": {}},
+        {"statistics": 5},
+        {"refine": "off"},
     ],
 )
 def test_an_argument_of_a_wrong_kind_is_named_in_one_line(wrong: dict[str, Any]) -> None:
@@ -268,6 +271,10 @@ def test_what_cannot_be_is_said() -> None:
     assert "the proven least is" in str(caught.value)
     with pytest.raises(UsageError, match="not understood"):
         planned_and_plain(budget="lots")
+    with pytest.raises(UsageError, match="path is 5"):
+        rematplan.SavedPlan(5)
+    with pytest.raises(UsageError, match="kwargs is a list"):
+        rematplan.plan_module(nn.Linear(2, 2), (), [torch.ones(2)], budget="1GiB")
     with pytest.raises(UsageError, match="unknown costs"):
         planned_and_plain(costs="profiled")
     planned, _ = planned_anew(dynamic_shapes=False)

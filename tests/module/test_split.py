@@ -278,10 +278,13 @@ def test_a_saved_plan_says_what_is_split(model: Head, tokens: Tensor, tmp_path: 
     for split, name in (("auto", "auto.json"), ({"head": 4, "mlp": 2}, "stated.json"), ("off", "off.json")):
         found = planned(model, tokens, budget="min" if split == "off" else "80%", split=split)
         rematplan.save_plan(found.plan, tmp_path / name)
-        again = planned(model, tokens, strategy=rematplan.SavedPlan(tmp_path / name), split="auto")
-        assert again.plan.schedule == found.plan.schedule
         expected = gradients(model, found, tokens)
-        torch.testing.assert_close(gradients(model, again, tokens), expected, rtol=0, atol=0)
+        for stated in ("auto", split):
+            again = planned(
+                model, tokens, budget=None, strategy=rematplan.SavedPlan(tmp_path / name), split=stated
+            )
+            assert again.plan.schedule == found.plan.schedule
+            torch.testing.assert_close(gradients(model, again, tokens), expected, rtol=0, atol=0)
 
 
 def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(

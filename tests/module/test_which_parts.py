@@ -139,6 +139,8 @@ class TiedTwice(TiedElsewhere):
 def test_a_refusal_says_why_there_are_no_parts() -> None:
     with pytest.raises(NotCaptured, match=r"nor in parts: statistics cannot be combined"):
         rematplan.plan_module(Matching(), batch(0), budget="1MiB", statistics=rematplan.Kronecker())
+    with pytest.raises(NotCaptured, match=r"nor in parts: a saved plan cannot be combined"):
+        rematplan.plan_module(Matching(), batch(0), strategy=rematplan.SavedPlan("plan.json"))
     model = Matching(blocks=0)
     model.head = nn.Sequential(nn.Linear(WIDTH, 5))
     with pytest.raises(ModelError, match=r"no part of it can be planned \(head: it is too small\)"):

@@ -402,7 +402,15 @@ def test_a_model_without_any_layer_is_refused() -> None:
 def test_words_that_no_option_knows_are_refused() -> None:
     with pytest.raises(UsageError, match="approx is 'shrink'; known: expand, reduce"):
         rematplan.Kronecker(approx="shrink")
-    wrong = {"every": (0, 1.5), "seed": ("seven",), "share": (0.0, 1.5), "terms": (0,)}
+    wrong = {
+        "every": (0, 1.5),
+        "seed": ("seven",),
+        "share": (0.0, 1.5, "all", None),
+        "terms": (0, 1.5, "all"),
+        "output": ("logits",),
+        "class_dim": (None,),
+        "diagonal_above": ("1GiB",),
+    }
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(UsageError, match=f"{name} is {value!r}; "):
             rematplan.Kronecker(**{name: value})
