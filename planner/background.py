@@ -10,16 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rematplan.ir import ProblemError, TrainingGraph
 from rematplan.ir.problem_json import problem_to_json
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.search_job import plan_of
 
 Heard: TypeAlias = Callable[[Plan | None, bool], None]
 """A callback for the results of a search in another process. It is called in another thread, with a better plan (or
@@ -61,7 +60,6 @@ class BackgroundSearch:
     ) -> bool:
         """Send a search to the other process, which is started if none runs. Return False if it cannot be started or
         reached; else ``heard`` gets the results."""
-        number = {name: k for k, name in enumerate(problem.op)}
         with self._lock:
             process = self._begun()
             if process is None or process.stdin is None:
@@ -73,7 +71,7 @@ class BackgroundSearch:
                 "budget": budget,
                 "strategy": strategy,
                 "options": dict(options),
-                "starts": [[number[name] for name in runs_of(plan.schedule)] for plan in starts],
+                "starts": [runs_of(plan.schedule) for plan in starts],
             }
             self._waiting[self._count] = _Search(process, problem, budget, heard)
             try:
@@ -160,9 +158,10 @@ class BackgroundSearch:
         if "error" in answer:
             LOG.info("a plan could not be searched in the background: %s", answer["error"])
         plan = None
-        if "runs" in answer:
-            with suppress(ProblemError, ValueError, LookupError, TypeError):
-                plan = plan_of(search.problem, answer, search.budget)
+        if "plan" in answer:
+            with suppress(ProblemError):
+                plan = plan_from_json(answer["plan"], search.problem)
+                plan = replace(plan, budget=search.budget, fingerprint=search.problem.fingerprint)
         if plan is not None and plan.peak > search.budget:
             plan = None
         search.heard(plan, bool(answer["done"]))

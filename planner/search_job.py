@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
+from rematplan.ir import InfeasibleBudget
 from rematplan.ir.problem_json import problem_from_json
 from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs
-from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.plan import Plan, by_cost, plan_from_runs, plan_to_json
 from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.core.strategy import Enough
 from rematplan.planner.registry import LIMIT, strategy
@@ -25,32 +24,6 @@ soon gets a better plan."""
 
 Answer = dict[str, Any]
 """A message of the worker process to its parent: JSON data."""
-
-
-def plan_of(problem: TrainingGraph, answer: Mapping[str, Any], budget: int) -> Plan:
-    """Return the plan of a worker's answer (`message_of`), with peak and cost simulated. `ProblemError`, `LookupError`,
-    `TypeError` or `ValueError` if it is no valid plan; whether it fits ``budget`` is not checked."""
-    names = list(problem.op)
-    plan = plan_from_runs(problem, [names[k] for k in answer["runs"]], str(answer["strategy"]))
-    bound = answer["lower_bound"]
-    return replace(
-        plan,
-        budget=budget,
-        lower_bound=None if bound is None else float(bound),
-        status="optimal" if answer["status"] == "optimal" else "feasible",
-        fingerprint=problem.fingerprint,
-    )
-
-
-def message_of(problem: TrainingGraph, plan: Plan) -> Answer:
-    """Return the fields of a worker's answer that describe a plan, with ``runs`` as positions in ``recipes``."""
-    number = {name: k for k, name in enumerate(problem.op)}
-    return {
-        "runs": [number[name] for name in runs_of(plan.schedule)],
-        "strategy": plan.strategy,
-        "lower_bound": plan.lower_bound,
-        "status": plan.status,
-    }
 
 
 class SearchJob:
@@ -64,10 +37,7 @@ class SearchJob:
         self.strategy = strategy(request["strategy"], **request["options"])
         self.limit = float(getattr(self.strategy, LIMIT))
         self.gap = float(getattr(self.strategy, "gap", 0.0))
-        names = list(self.problem.op)
-        self.starts = [
-            plan_from_runs(self.problem, [names[k] for k in runs], "start") for runs in request["starts"]
-        ]
+        self.starts = [plan_from_runs(self.problem, runs, "start") for runs in request["starts"]]
         self.found = list(self.starts)
         self.best: Plan | None = min(
             (p for p in self.starts if p.estimate.peak <= self.budget), key=by_cost, default=None
@@ -148,5 +118,4 @@ class SearchJob:
         self.best = min((p for p in (plan, self.best) if p is not None), key=by_cost)
         if better:
             best = replace(self.best, lower_bound=plan.lower_bound, status=plan.status)
-            stated = message_of(self.problem, best)
-            yield {"done": False, "seconds": time.monotonic() - self.began, **stated}
+            yield {"done": False, "seconds": time.monotonic() - self.began, "plan": plan_to_json(best)}

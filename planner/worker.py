@@ -1,9 +1,8 @@
 """A process that searches for better plans while its parent trains: ``python -m rematplan.planner.worker``.
 
 Messages are lines of JSON. A request has ``id``, ``problem`` (``rematplan.problem/1``), ``budget`` in bytes,
-``strategy``, ``options`` and ``starts``. An answer has ``id``, ``done``, ``seconds``, and ``runs``,
-``strategy``, ``lower_bound`` and ``status`` of a plan, or ``error``. Runs are positions in the problem's ops,
-then inverses.
+``strategy``, ``options`` and ``starts``: the runs of known plans. An answer has ``id``, ``done``, ``seconds``, and
+``plan`` (``rematplan.plan/1``) or ``error``.
 """
 
 from __future__ import annotations

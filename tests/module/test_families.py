@@ -16,9 +16,9 @@ from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.core.plan import Plan
+from rematplan.planner.core.plan import Plan, plan_from_json
 from rematplan.planner.core.schedule import runs_of
-from rematplan.planner.search_job import SearchJob, plan_of
+from rematplan.planner.search_job import SearchJob
 from rematplan.plans import refining
 
 
@@ -46,12 +46,11 @@ class InThisProcess:
 
     def submit(self, problem: Any, budget: int, strategy: str, options: Any, starts: Any, heard: Any) -> bool:
         """See `BackgroundSearch.submit`."""
-        position = {name: k for k, name in enumerate(problem.op)}
-        runs = [[position[name] for name in runs_of(plan.schedule)] for plan in starts]
+        runs = [runs_of(plan.schedule) for plan in starts]
         request = {"problem": problem_to_json(problem), "budget": budget, "starts": runs}
         job = SearchJob({**request, "strategy": strategy, "options": options}, PlanStore())
         for answer in job.polish():
-            heard(plan_of(problem, answer, budget), False)
+            heard(plan_from_json(answer["plan"], problem), False)
         heard(None, True)
         return True
 

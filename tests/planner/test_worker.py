@@ -13,9 +13,10 @@ from rematplan.ir.problem_json import problem_to_json
 from rematplan.planner.annealing.polish import polished
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.caches.plan_store import PlanStore
+from rematplan.planner.core.plan import plan_from_json
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import Enough
-from rematplan.planner.search_job import SHARES, plan_of
+from rematplan.planner.search_job import SHARES
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.store_all import no_recompute
 from rematplan.planner.worker import serve
@@ -39,14 +40,13 @@ def polished_briefly(graph, budget, starts, **options):
 
 
 def request(graph, budget, starts, number=1):
-    position = {name: k for k, name in enumerate(graph.op)}
     return {
         "id": number,
         "problem": problem_to_json(graph),
         "budget": budget,
         "strategy": "auto",
         "options": {"time_limit": 1.0},
-        "starts": [[position[name] for name in runs_of(plan.schedule)] for plan in starts],
+        "starts": [runs_of(plan.schedule) for plan in starts],
     }
 
 
@@ -65,7 +65,7 @@ def test_plans_of_other_sizes_are_improved_by_short_searches(problems):
     budget = plans[len(plans) // 2].estimate.peak
     leanest = plans[-1]
     said = answers(request(graph, budget, [leanest, no_recompute(graph)]))
-    found = [plan_of(graph, answer, budget) for answer in said if "runs" in answer]
+    found = [plan_from_json(answer["plan"], graph) for answer in said if "plan" in answer]
     costs = [leanest.estimate.cost, *(p.estimate.cost for p in found)]
     assert found
     assert costs == sorted(set(costs), reverse=True)
@@ -86,7 +86,9 @@ def test_a_plan_on_disk_that_needs_no_search_is_the_answer(problems):
     budget = best.estimate.peak
     PlanStore().save(graph, replace(best, budget=budget, lower_bound=0.0), seconds=1.0)
     said = answers(request(graph, budget, ApproxDP().curve(graph, ())[-2:]))
-    assert [plan_of(graph, answer, budget).estimate for answer in said if "runs" in answer] == [best.estimate]
+    assert [plan_from_json(answer["plan"], graph).estimate for answer in said if "plan" in answer] == [
+        best.estimate
+    ]
 
 
 @pytest.fixture
