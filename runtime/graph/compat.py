@@ -105,6 +105,7 @@ try:
         unset_fake_temporarily,
     )
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
     from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils import _pytree as pytree
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
     from torch._C import _dispatch_tls_local_exclude_set as excluded_dispatch_keys
     from torch._C import _dispatch_tls_local_include_set as included_dispatch_keys
     from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
+    from torch._decomp.decompositions_for_rng import PhiloxState
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import OptimizedModule
     from torch._dynamo import config as dynamo_config
@@ -159,6 +161,7 @@ LATER = {
     "MemoryFormatMeta": ("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta"),
     "OrderedSet": ("torch.utils._ordered_set", "OrderedSet"),
     "OptimizedModule": ("torch._dynamo", "OptimizedModule"),
+    "PhiloxState": ("torch._decomp.decompositions_for_rng", "PhiloxState"),
     "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
     "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
     "aot_export_joint_with_descriptors": (
@@ -279,6 +282,7 @@ __all__ = [
     "OpOverload",
     "OptimizedModule",
     "OrderedSet",
+    "PhiloxState",
     "ProfilerConfig",
     "ProfilerState",
     "PythonPrinter",
@@ -338,6 +342,7 @@ __all__ = [
     "is_legacy_batchedtensor",
     "is_tested",
     "keeps_graph",
+    "lazy_graph_modules",
     "make_fx",
     "node_bytes",
     "parametrizations_are_cached",

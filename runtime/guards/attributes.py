@@ -237,6 +237,7 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
                 return get(holder, name)
             if name == "__dict__":
                 reads.note_attributes(holder, sys._getframe(1))
+                return get(holder, name)
             reads.note_asked(holder, name)
             own = name in object.__getattribute__(holder, "__dict__")
             try:

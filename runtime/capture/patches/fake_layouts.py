@@ -171,11 +171,11 @@ def distrust(ops: Collection[Any]) -> None:
     DISTRUSTED.update(ops)
 
 
-def is_unsure(op: Any, *, plain: bool = False, ones: bool) -> bool:
-    """Return whether an op's fakes may have other strides than the kernel's results. ``plain``: all arguments are
-    contiguous. ``ones``: a result has a size of 1, with an arbitrary stride."""
+def is_unsure(op: Any, arguments: Any = None, *, ones: bool) -> bool:
+    """Return whether an op's fakes may have other strides than the kernel's results. ``arguments``: None if they may
+    be tensors that are not contiguous. ``ones``: a result has a size of 1, with an arbitrary stride."""
     known = op in UNSURE or (ones and (op in UNSURE_OF_ONES or is_pointwise(op)))
-    return op in DISTRUSTED or (known and not plain)
+    return op in DISTRUSTED or (known and (arguments is None or not _all_plain(arguments)))
 
 
 class TrueLayouts(FakeTensorMode):
@@ -218,7 +218,7 @@ class TrueLayouts(FakeTensorMode):
                 with self:
                     return _as_kernel_views(func, now((args, kwargs)), result, now)
             sure = func in SURE and func not in DISTRUSTED and not self.symbols
-            surely_strided = sure or not is_unsure(func, plain=_all_plain((args, kwargs)), ones=ones)
+            surely_strided = sure or not is_unsure(func, (args, kwargs), ones=ones)
             if surely_strided and not (func in NORMS and _mixed_on_cpu((args, kwargs))):
                 return result
         except (RuntimeError, TypeError):
@@ -400,7 +400,7 @@ def check_layouts(step: CapturedStep) -> None:
     for call in step.calls:
         fakes = [step.values[r].fake for r in call.operands]
         results = [step.values[name].fake for name in call.made]
-        if not is_unsure(call.target, plain=_all_plain(fakes), ones=_has_ones(results)):
+        if not is_unsure(call.target, fakes, ones=_has_ones(results)):
             continue
         args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: step.values[name].fake)
         try:

@@ -125,6 +125,13 @@ PATCHES = (
         threads=_TRACING,
     ),
     Patch(
+        ("torch._decomp.decompositions_for_rng.PhiloxState.reset",),
+        "a trace makes twelve empty tensors for states of generators that it never uses: a twentieth of the capture of "
+        "a small step",
+        f"{_ROOM}.capture.patches.trace_costs",
+        threads=_TRACING,
+    ),
+    Patch(
         ("garbage collector",),
         "the many objects of a trace make Python search all objects for cycles again and again: a twelfth of a "
         "capture's time",
