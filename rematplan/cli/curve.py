@@ -148,14 +148,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def rewritten(source: Source, args: argparse.Namespace, budgets: Sequence[Budget], out: Output) -> Source:
     """Return the problem of the step with the splits and kernels that the arguments state; ``source`` itself if they
     state none. Splits are chosen for the lowest of ``budgets``."""
-    if not rewriting_options(args):
+    loaded = source.loaded
+    if loaded is None or not rewriting_options(args):
         return source
     from rematplan.plans.options import PlanOptions
     from rematplan.plans.planner import Planner
 
-    loaded, whole = source.loaded, whole_bytes(source.graph)
-    assert loaded is not None
-    peak = no_recompute(source.graph).peak
+    peak, whole = no_recompute(source.graph).peak, whole_bytes(source.graph)
     lowest = min(budgets, key=lambda b: b.bytes(peak, lambda: 0, whole))
     options = PlanOptions(
         budget=lowest.text,
@@ -167,8 +166,9 @@ def rewritten(source: Source, args: argparse.Namespace, budgets: Sequence[Budget
     planner = Planner(options, named=loaded.named)
     with out.progress(f"changing the ops of {source.graph.name}") as progress:
         changed = planner.rewritten(loaded.bare, first=True)
-        graph = planner.problem(changed.step, progress)
-    loaded = replace(loaded, step=changed.step, inexact=bool(changed.notes))
+        step = planner.with_inverses(changed.step)
+        graph = planner.problem(step, progress)
+    loaded = replace(loaded, step=step, inexact=loaded.inexact or bool(changed.notes))
     return Source(graph, loaded, (*source.notes, *changed.notes))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rematplan.cli import curve
+
 SIZES = {"depth": 1, "width": 16, "tokens": 32, "batch": 4, "vocabulary": 2000}
 QUICK = ("--costs", "roofline", "-S", "moves=2000")
 
@@ -73,3 +75,25 @@ def test_a_curve_of_a_problem_file_or_a_range_cannot_be_split(
         said = call("curve", *asked, "--split", "auto")
         assert said.status == 2
         assert said.err.strip().endswith("--split needs a model at one size")
+
+
+def test_a_curve_of_a_split_step_has_its_inverses_as_a_plan_has(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, trace = [], curve.trace
+    monkeypatch.setattr(curve, "trace", lambda source, *more: traced.append(source) or trace(source, *more))
+    sizes = [
+        text for name, n in {"image": 32, "width": 4, "batch": 4}.items() for text in ("--dim", f"{name}={n}")
+    ]
+    asked = (
+        "--split",
+        "model.down.0=2",
+        "--strategy",
+        "store_all",
+        "--budget",
+        "100%",
+        "--costs",
+        "roofline",
+    )
+    assert call("curve", "unet", *sizes, *asked).status == 0
+    assert traced[0].graph.inverses
