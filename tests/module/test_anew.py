@@ -12,10 +12,20 @@ from same_bits import SETTINGS
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.module.captures import MANY, MANY_SIZES
+from rematplan.module import captures
+from rematplan.parts import whole_or_parts
 
+MANY, MANY_SIZES = 3, 8
 STEPS = MANY + 3
 LOG: list[float] = []
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few captures are many."""
+    for module in (captures, whole_or_parts):
+        monkeypatch.setattr(module, "MANY", MANY)
+    monkeypatch.setattr(captures, "MANY_SIZES", MANY_SIZES)
 
 
 def block() -> nn.Module:
@@ -142,14 +152,14 @@ class Routed(nn.Module):
 def test_a_part_that_gets_always_new_sizes_is_no_part_any_longer() -> None:
     eager = Routed()
     model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"})
-    captures = list[int]()
+    counts = list[int]()
     for at in range(2 * MANY_SIZES):
         for one in (eager, model):
             one(*batch(at, 4 * MANY_SIZES)).backward()
-        captures.append(rematplan.planning(model).stats().captures)
+        counts.append(rematplan.planning(model).stats().captures)
     for a, b in zip(eager.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    assert captures[-1] < max(captures)
+    assert counts[-1] < max(counts)
 
 
 def test_a_few_outcomes_keep_the_whole() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import rematplan
 
-STEPS = 6
+STEPS = 4
 ROWS = 128
 pytestmark = pytest.mark.filterwarnings("ignore:.*has hooks on", "ignore:.*fork")
 

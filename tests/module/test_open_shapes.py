@@ -220,11 +220,11 @@ def test_a_view_with_a_size_of_one_has_its_kernel_s_strides() -> None:
 def test_what_depends_on_a_size_is_captured_by_itself_and_says_why(name: str) -> None:
     make, reason = FIXED[name]
     planned, plain = planned_and_plain(make(), *sequence(3, 6))
-    for sizes in ((3, 6), (2, 7), (3, 8), (2, 9), (3, 6)):
+    for sizes in ((3, 6), (2, 7), (3, 8), (3, 6)):
         batch = sequence(*sizes)
         equal_after(lambda model, batch=batch: step_of(model, batch), planned, plain)
     stats = rematplan.planning(planned).stats()
-    assert stats.captures + stats.instances == 4
+    assert stats.captures + stats.instances == 3
     assert any(_found(reason, one) for one in stats.reasons), stats.reasons
 
 

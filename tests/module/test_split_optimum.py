@@ -43,7 +43,7 @@ def test_no_schedule_of_any_splits_is_cheaper(squared: bool, share: float) -> No
     model, x = Wide(squared), torch.randn(64, 4)
     step = capture(model, (x,), "tiny")
     options = PlanOptions(
-        budget="100%", costs="roofline", refine=False, strategy=rematplan.Auto(moves=20_000), split="auto"
+        budget="100%", costs="roofline", refine=False, strategy=rematplan.Auto(moves=3000), split="auto"
     )
     planner = Planner(options, dict(model.named_parameters()))
     regions = splittable(step, find_regions(step))

@@ -33,7 +33,7 @@ def fresh_compiler() -> Iterator[None]:
 class Attention(nn.Module):
     """Masked attention over sequences with dropout, and a batch norm, whose buffers the graph changes."""
 
-    def __init__(self, layers: int = 2, width: int = 16) -> None:
+    def __init__(self, layers: int, width: int = 16) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
         self.norm = nn.BatchNorm1d(width)
@@ -125,15 +125,13 @@ def symbolic_graphs(monkeypatch: pytest.MonkeyPatch) -> list[SymbolicGraph]:
 SIZES = ((8, 64), (4, 48), (7, 33), (16, 16), (2, 64), (3, 2), (8, 64))
 
 
-@pytest.mark.parametrize(
-    ("dynamic", "graphs", "layers", "budget"), [(True, 1, 2, "70%"), (None, 3, 1, "90%")]
-)
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 3)])
 def test_sizes_need_no_further_compilation(
-    dynamic: bool | None, graphs: int, layers: int, budget: str, monkeypatch: pytest.MonkeyPatch
+    dynamic: bool | None, graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = symbolic_graphs(monkeypatch)
     # Measured costs have the kernels' workspaces, without which a plan's peak is no bound.
-    ours, backend, plain = compiled(Attention(layers), dynamic, budget=budget, costs="profile")
+    ours, backend, plain = compiled(Attention(1), dynamic, budget="90%", costs="profile")
     limit = 0
     for sizes in SIZES:
         check_bits(ours, plain, x := sequences(*sizes))
