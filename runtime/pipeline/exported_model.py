@@ -13,7 +13,7 @@ from rematplan.ir import ModelError, first_line
 from rematplan.runtime.capture.capture import check_traceable
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.saved_tensors import no_saved_tensors_hooks
-from rematplan.runtime.capture.patches.trace_costs import no_collection
+from rematplan.runtime.capture.patches.trace_costs import only_what_is_read
 from rematplan.runtime.capture.unrepeatable_draws import no_host_draws
 from rematplan.runtime.graph.compat import HigherOrderOperator, pytree
 from rematplan.runtime.pipeline.unrecorded import (
@@ -55,7 +55,7 @@ def _program(
             watched_attributes(model) as numbers,
             refuse_unrecorded_backwards(model),
             preserve_node_meta(),
-            no_collection(),
+            only_what_is_read(),
             without_checkpoints(),
             no_saved_tensors_hooks(f"{name} cannot be cut into stages"),
         ):
