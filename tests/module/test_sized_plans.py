@@ -34,7 +34,7 @@ from rematplan.runtime.costs.profile import profile_costs
 from rematplan.runtime.graph.tracked_sizes import TrackedSize
 
 WIDTH, HEADS = 8, 2
-AUTO: dict[str, Any] = {"strategy": "auto", "budget": "80%", "loss_memory": "1x"}
+AUTO: dict[str, Any] = {"strategy": "auto", "budget": "92%", "loss_memory": "1x"}
 
 
 class Block(nn.Module):
@@ -60,13 +60,14 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Two blocks over tokens. ``pair``: also returns the loss of the scores."""
+    """Blocks over tokens. ``pair``: also returns the loss of the scores."""
 
-    def __init__(self, dropout: float = 0.1, pair: bool = False) -> None:
+    def __init__(self, dropout: float = 0.1, pair: bool = False, blocks: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.pair = nn.Embedding(20, WIDTH), pair
-        self.blocks, self.head = nn.Sequential(Block(dropout), Block(dropout)), nn.Linear(WIDTH, 20)
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(blocks)))
+        self.head = nn.Linear(WIDTH, 20)
 
     def forward(self, x: Tensor) -> Any:
         scores = self.head(self.blocks(self.tokens(x)))
@@ -93,7 +94,7 @@ class Sliced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Features of the first twelve words."""
@@ -112,6 +113,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], tuple[Tens
     "images": (images, pictures),
     "sliced": (Sliced, words),
 }
+BEGUN = MODELS | {"two blocks": (lambda: Language(blocks=2), tokens)}
+"""Of one block, no length between two others has a plan of its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +159,7 @@ def other_members(planned: nn.Module) -> None:
 
 @cache
 def _begun(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[nn.Module, nn.Module]:
-    make, inputs = MODELS[name]
+    make, inputs = BEGUN[name]
     planned, plain = planned_and_plain(make(), *inputs(7, 61), **AUTO | dict(options))
     for sizes in ((7, 61), (5, 17), (6, 31)):
         follow(planned, plain, inputs(*sizes))
@@ -167,7 +170,7 @@ def _begun(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[nn.Module, 
 def begun(name: str, **options: Any) -> tuple[nn.Module, nn.Module, Callable[[int, int], tuple[Tensor, ...]]]:
     """A model that was trained on three lengths, so that those between them need no step of their own."""
     planned, plain = copy.deepcopy(_begun(name, tuple(options.items())))
-    return planned, plain, MODELS[name][1]
+    return planned, plain, BEGUN[name][1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -205,7 +208,7 @@ def test_each_length_follows_eager_mode(
 
 
 def test_a_source_serves_all_lengths_and_a_new_plan_adds_one() -> None:
-    planned, plain, inputs = begun("language")
+    planned, plain, inputs = begun("two blocks", budget="80%")
     first, before = {last(planned).compiled.halves.source}, rematplan.planning(planned).stats().carried
     for length in (22, 33, 37, 41, 53, 59):
         follow(planned, plain, inputs(6, length))
@@ -354,18 +357,18 @@ def test_no_workspace_is_larger_than_planned() -> None:
         assert entry.plan.peak >= peak(planned, batch)
 
 
-def test_forty_lengths_leave_bounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thirty_lengths_leave_bounded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shape_options, "MAX_PLANS", 6)
     planned, inputs = _begun.__wrapped__("language", ())[0], MODELS["language"][1]
     before, lengths = rematplan.planning(planned).stats().carried, random.Random(0)
-    for _ in range(40):
+    for _ in range(30):
         clean(planned, inputs(6, lengths.randint(17, 61)))
     runner = planned._rematplan
     stats, (shapes,) = rematplan.planning(planned).stats(), runner.captures.shapes.values()
     assert stats.plans <= 6
     assert stats.captures == 1
     assert stats.open_captures == 1
-    assert stats.carried - before > 20
+    assert stats.carried - before > 15
     (forward,) = shapes.forwards
     (plans,) = forward._plans.values()
     assert stats.sources <= 6 * len(plans._structures)
