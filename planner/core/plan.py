@@ -143,7 +143,8 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
         raise ProblemError(
             f"the plan was made for another graph, {str(data.get('problem', ''))[:99]!r}, not for {graph.name!r} "
             f"(fingerprint {fingerprint[:12]}, not {graph.fingerprint[:12]}): the model, its loss (which the "
-            f"command line's plans contain), its mode, the version of PyTorch or the constraints differ"
+            f"command line's plans contain), its mode, the version of PyTorch, or an option (split, kernels, "
+            f"policy, reserved) differs"
         )
     try:
         schedule: Schedule = tuple(STEPS[kind](name) for kind, name in data["steps"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rematplan
-from rematplan.ir import InfeasibleBudget, UsageError
+from rematplan.ir import InfeasibleBudget, ProblemError, UsageError
 from rematplan.module.captures import capture_call
 from rematplan.module.plan_access import runner_of
 from rematplan.plans import splitting
@@ -285,6 +285,8 @@ def test_a_saved_plan_says_what_is_split(model: Head, tokens: Tensor, tmp_path: 
             )
             assert again.plan.schedule == found.plan.schedule
             torch.testing.assert_close(gradients(model, again, tokens), expected, rtol=0, atol=0)
+    with pytest.raises(ProblemError, match="or an option"):
+        planned(model, tokens, budget=None, strategy=rematplan.SavedPlan(tmp_path / "stated.json"))
 
 
 def test_of_equal_choices_one_whose_rows_keep_their_bits_is_taken(
