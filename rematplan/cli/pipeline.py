@@ -97,8 +97,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(f"unknown schedule {args.schedule!r}; known: {', '.join((*SCHEDULES, AUTO))}")
     if not 0 <= args.overhead < 1e12:
         raise UsageError(f"--overhead {args.overhead} is not a number of microseconds from 0 to 1e12")
+    if args.inverses and args.schedule not in (DATAFLOW, AUTO):
+        raise UsageError(
+            f"--inverses cannot be combined with --schedule {args.schedule}; they are for {DATAFLOW}"
+        )
     from rematplan.pipeline.planning import PipelineRequest, plan_stages
     from rematplan.plans.op_costs import priced as with_costs
+    from rematplan.runtime.inversion.find_inverses import with_exact_inverses
     from rematplan.runtime.problem.weight_gradients import with_separate_weights
 
     began = time.perf_counter()
@@ -106,9 +111,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     inverses = bool(args.inverses) or args.schedule == DATAFLOW
     loaded = load_model(args, out, weightless=costs != PROFILE, inverses=inverses)
     priced: dict[str, tuple[CapturedStep, TrainingGraph]] = {}
-    for names in (tuple(name for name in SCHEDULES if name not in SPLIT), SPLIT):
+    exact = with_exact_inverses(loaded.bare)
+    others = tuple(name for name in SCHEDULES if name not in (*SPLIT, DATAFLOW))
+    for names, step in ((others, exact), (SPLIT, with_separate_weights(exact)), ((DATAFLOW,), loaded.step)):
         if asked_for := [name for name in names if args.schedule in (AUTO, name)]:
-            step = with_separate_weights(loaded.step) if names is SPLIT else loaded.step
             with out.progress("pricing the ops") as progress:
                 graph = with_costs(step, costs, progress, stated_limit(args.inverses))
             priced |= dict.fromkeys(asked_for, (step, graph))

@@ -152,6 +152,8 @@ def plan_pipeline(
     }.items():
         if stated and order.name in CHANNELS:
             raise UsageError(f"{order.name} cannot be combined with {name}")
+    if asked.inverses and order.name not in CHANNELS:
+        raise UsageError(f"{order.name} cannot be combined with inverses; they are for dataflow")
     budgeted = parse_rank_budget(str(budget))
     parallel = DataParallel(shards, replicas)
     loss = _loss_and_target(loss_fn, target, loss_memory)

@@ -200,6 +200,7 @@ def test_all_schedules_can_be_planned(call, tmp_path, schedule) -> None:
     ("more", "text"),
     [
         (("--schedule", "best"), "unknown schedule 'best'; known: gpipe"),
+        (("--inverses",), "--inverses cannot be combined with --schedule 1f1b; they are for dataflow"),
         (("--cuts", "blocks.9"), "vit_s cannot be cut at 'blocks.9'; similar: blocks."),
         (("--cuts", "blocks.3,blocks.1"), "the cuts blocks.3, blocks.1 are not in the order"),
         (("--cuts", "blocks.1,blocks.2"), "2 stages need 1 cuts, not 2"),

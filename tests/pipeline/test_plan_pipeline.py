@@ -90,6 +90,7 @@ def planned(
             "neither a module nor an op of Net; similar: blocks",
         ),
         ({"policy": ["head"], "schedule": "dataflow"}, UsageError, "dataflow cannot be combined with policy"),
+        ({"inverses": True}, UsageError, "1f1b cannot be combined with inverses; they are for dataflow"),
         ({"budget": "1KiB"}, InfeasibleBudget, "rank 0: budget 1.00 KiB"),
         ({"plans": {}}, UsageError, "no plan of stage 0, which rank 0 runs; it has plans of stages none"),
         ({"loss_fn": loss}, UsageError, "both loss_fn and target"),
