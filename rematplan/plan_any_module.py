@@ -30,6 +30,7 @@ from rematplan.plans.options import (
     stated_strategy,
 )
 from rematplan.plans.planner import Planner
+from rematplan.runtime.capture.flat_module import check_call
 from rematplan.runtime.execute.compile import named_tensors
 from rematplan.runtime.execute.compiled_plan import finish_backward
 from rematplan.runtime.problem.policy import stated_policy
@@ -283,14 +284,7 @@ def plan_stage(
 def _planned(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, **options: Any
 ) -> PlannedModule:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
-    if not isinstance(args, (tuple, list)):
-        raise UsageError(
-            f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
-        )
-    if not isinstance(kwargs, (Mapping, NoneType)):
-        raise UsageError(f"kwargs is a {type(kwargs).__name__}; write it as a dictionary by argument name")
+    check_call(model, args, kwargs)
     asked = asked_of(model, args, kwargs or {}, **options)
     planned = planned_module(model, asked.runner(model, named=names_of_tensors(model)))
     make_first_plans(planned, asked, model, args, kwargs or {})

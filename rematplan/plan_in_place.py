@@ -22,7 +22,7 @@ from rematplan.module.plan_access import IN_PLACE, HasRunner, watch_backwards
 from rematplan.parts.find_modules import named_modules
 from rematplan.parts.whole_or_parts import WholeOrParts
 from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors
-from rematplan.runtime.capture.flat_module import flattened_call
+from rematplan.runtime.capture.flat_module import check_module, flattened_call
 from rematplan.runtime.graph.compat import OptimizedModule, disable_dynamo, is_tested
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -65,8 +65,7 @@ def apply(
             name in ``modules``; or an option is unknown or malformed. The first training call raises the other
             errors of `plan_module`.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    check_module(model)
     if isinstance(model, (DistributedDataParallel, nn.DataParallel, OptimizedModule)):
         raise UsageError(f"a {type(model).__name__} runs another module; plan that one in place")
     if isinstance(model, HasRunner):
@@ -98,7 +97,11 @@ def remove(model: Module) -> Module:
 
     A function that was set as the model's ``forward`` since, and calls the planned one, stays; it then calls the
     model's own forward.
+
+    Raises:
+        UsageError: ``model`` is no module.
     """
+    check_module(model)
     for part in model.modules():
         InPlace.undo(part)
     return model

@@ -17,6 +17,7 @@ from rematplan.module.runner import Runner
 from rematplan.plan_report.report import Report, report, subject_of
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.simulator import simulate
+from rematplan.runtime.capture.flat_module import check_module
 from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.statistics.factors import Factors, Statistics
@@ -45,6 +46,7 @@ def with_runner(module: nn.Module) -> HasRunner:
     or several are and ``module`` itself is not planned."""
     if isinstance(module, HasRunner):
         return module
+    check_module(module)
     parts = {
         name: part if isinstance(part, HasRunner) else vars(part)[IN_PLACE]
         for name, part in module.named_modules()

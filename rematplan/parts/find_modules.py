@@ -14,6 +14,8 @@ from rematplan.module.plan_access import IN_PLACE, HasRunner
 def named_modules(model: nn.Module, patterns: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of modules that match ``patterns``, without those inside of others; `UsageError` if a pattern is
     no text or matches none."""
+    if not isinstance(patterns, Iterable):
+        raise UsageError(f"modules is {patterns!r}; name modules by texts, such as 'layers.*'")
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rematplan.ir import UsageError
+from rematplan.plans.options import check_counts
 from rematplan.plans.replicas import broadcast_bytes, bucket_bytes
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.pipeline.stage_modules import StageModule
@@ -27,9 +28,7 @@ class DataParallel:
     """In so many processes DistributedDataParallel averages gradients."""
 
     def __post_init__(self) -> None:
-        for name, number in (("shards", self.shards), ("replicas", self.replicas)):
-            if number < 1:
-                raise UsageError(f"{name} is {number}: it must be 1 or more")
+        check_counts(1, shards=self.shards, replicas=self.replicas)
         if self.shards > 1 and self.replicas > 1:
             raise UsageError("state shards (FSDP2) or replicas (DistributedDataParallel), not both")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,12 @@ from rematplan.plans.options import (
     NOT_IN_STAGES,
     UNSPLIT,
     PlanOptions,
+    check_counts,
     stated_splits,
     stated_strategy,
 )
 from rematplan.plans.planner import Planner
+from rematplan.runtime.capture.flat_module import check_call
 from rematplan.runtime.graph.compat import MESSAGES_HAVE_GRADIENTS
 from rematplan.runtime.pipeline.loss_storage import LossFunction, with_own_storage
 from rematplan.runtime.pipeline.stage_modules import StageModule, stage_modules
@@ -131,6 +133,8 @@ def plan_pipeline(
             shards or replicas, a loss without targets, or ``plans`` that lack a stage of a rank.
         ModelError: the model cannot be divided into stages, or the loss cannot be computed.
     """
+    check_call(model, args, kwargs)
+    _check_lists(cuts, ranks, plans)
     asked = PlanOptions(
         budget="min",
         strategy=stated_strategy(strategy),
@@ -267,12 +271,22 @@ def _measured_loss(
     return LossMemory.measured(stage.outputs, first, with_own_storage(loss_fn), stage.device)
 
 
+def _check_lists(cuts: object, ranks: object, plans: object) -> None:
+    """Raise `UsageError` unless cuts are names, ranks numbers or None, and plans JSON data by stage or None."""
+    if not isinstance(cuts, Sequence) or not all(isinstance(name, str) for name in cuts):
+        raise UsageError(f"cuts is {cuts!r}; it must be 'auto' or a list of modules' names")
+    if not (ranks is None or (isinstance(ranks, Collection) and all(isinstance(r, int) for r in ranks))):
+        raise UsageError(f"ranks is {ranks!r}; it must be a list of whole numbers, or None")
+    if not (
+        plans is None
+        or (isinstance(plans, Mapping) and all(isinstance(one, Mapping) for one in plans.values()))
+    ):
+        raise UsageError("plans must be a dictionary of plans as JSON data by number of stage, or None")
+
+
 def _order(schedule: str, stages: int, microbatches: int, hop: float) -> PipelineSchedule:
-    if not all(isinstance(n, int) and n >= 1 for n in (stages, microbatches)):
-        raise UsageError(
-            f"stages is {stages!r} and microbatches {microbatches!r}; both must be whole numbers of at least 1"
-        )
-    if not 0 <= hop < MOST:
+    check_counts(1, stages=stages, microbatches=microbatches)
+    if not isinstance(hop, (int, float)) or not 0 <= hop < MOST:
         raise UsageError(f"hop is {hop!r}; it must be a number of at least 0 and below {MOST}")
     return schedule_of_stages(schedule, stages, microbatches, hop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -73,6 +74,13 @@ class SavedPlan(Strategy):
         return read_as(self.path, ops_of_plan)
 
 
+def check_counts(least: int, **stated: object) -> None:
+    """Raise `UsageError` unless each is a whole number of at least ``least``."""
+    for name, number in stated.items():
+        if not isinstance(number, Integral) or int(number) < least:
+            raise UsageError(f"{name} is {number!r}; it must be a whole number of at least {least}")
+
+
 @dataclass(frozen=True)
 class InFlight:
     """How many calls of a module may be between the start of their forward and the end of their backward. `UsageError`
@@ -83,11 +91,9 @@ class InFlight:
     """The most earlier calls whose weight gradients are still to be computed; None: a backward computes them."""
 
     def __post_init__(self) -> None:
-        if self.calls < 1 or (self.deferred or 0) < 0:
-            raise UsageError(
-                f"in_flight is {self.calls} and deferred is {self.deferred}: in_flight must be 1 or more, and "
-                f"deferred 0 or more, or None"
-            )
+        check_counts(1, in_flight=self.calls)
+        if self.deferred is not None:
+            check_counts(0, deferred=self.deferred)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
-from rematplan.ir import ModelError
+from rematplan.ir import ModelError, UsageError
 from rematplan.runtime.capture.functional_call import slots
 from rematplan.runtime.capture.hidden_tensors import check_no_hidden_tensors, hides_tensors
 from rematplan.runtime.capture.open_classes import OPENED, open_classes, with_opened_objects
@@ -24,6 +25,23 @@ from rematplan.runtime.guards.module_tensors import ModuleTensors
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import check_uncounted
 from rematplan.runtime.guards.repeated_writes import Write
+
+
+def check_module(model: object) -> None:
+    """Raise `UsageError` unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+
+
+def check_call(model: object, args: object, kwargs: object) -> None:
+    """Raise `UsageError` unless these are a module, a sequence of arguments, and arguments by name or None."""
+    check_module(model)
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(
+            f"args is a {type(args).__name__}; write the arguments of the model as a tuple, such as (x,)"
+        )
+    if not isinstance(kwargs, (Mapping, NoneType)):
+        raise UsageError(f"kwargs is a {type(kwargs).__name__}; write it as a dictionary by argument name")
 
 
 @dataclass(frozen=True, slots=True)

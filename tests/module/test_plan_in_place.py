@@ -262,3 +262,15 @@ def test_a_module_made_by_plan_module_is_refused() -> None:
     planned = rematplan.plan_module(net(), batch(), budget="1GiB", strategy="approx_dp", costs="roofline")
     with pytest.raises(UsageError, match="made by plan_module"):
         rematplan.apply(planned, "1GiB")
+
+
+@pytest.mark.parametrize("function", [rematplan.remove, rematplan.planning])
+@pytest.mark.parametrize("model", [None, "model", [nn.Linear(2, 2)], nn.Linear])
+def test_what_is_no_module_is_refused(function: Any, model: Any) -> None:
+    with pytest.raises(UsageError, match="it must be a torch"):
+        function(model)
+
+
+def test_names_of_modules_that_are_no_texts_are_refused() -> None:
+    with pytest.raises(UsageError, match="modules is 5; name modules by texts"):
+        rematplan.apply(nn.Sequential(nn.Linear(2, 2)), budget="60%", modules=5)  # type: ignore[arg-type]

@@ -260,7 +260,10 @@ def test_the_budget_of_several_in_flight_includes_reserved_objects(deferred: int
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"in_flight": 0}, "in_flight must be 1 or more"),
+        ({"in_flight": 0}, "in_flight is 0; it must be a whole number of at least 1"),
+        ({"in_flight": None}, "in_flight is None"),
+        ({"in_flight": 1.5}, r"in_flight is 1\.5"),
+        ({"deferred": "1"}, "deferred is '1'; it must be a whole number of at least 0"),
         ({"in_flight": 2, "strategy": rematplan.Auto(two_lanes="on")}, "cannot be combined with two lanes"),
         ({"in_flight": 2, "strategy": rematplan.SavedPlan("x.json")}, "cannot be combined with a saved plan"),
         ({"in_flight": 2, "strategy": Auto(keep_order=True)}, "cannot be combined with keep_order of auto"),

@@ -56,14 +56,22 @@ def planned(
         ({"rows": 60}, UsageError, "shape \\(60, 5\\) cannot be divided into 8 equal micro-batches"),
         ({"microbatches": 2}, UsageError, "at least as many micro-batches as ranks"),
         ({"schedule": "zbv", "stages": 5}, UsageError, "5 stages are not a multiple"),
-        ({"stages": 0}, UsageError, "stages is 0 and microbatches 8; both must be whole numbers"),
-        ({"microbatches": 2.5}, UsageError, "stages is 4 and microbatches 2.5; both must be whole numbers"),
+        ({"stages": 0}, UsageError, "stages is 0; it must be a whole number of at least 1"),
+        ({"microbatches": 2.5}, UsageError, "microbatches is 2.5; it must be a whole number"),
+        ({"hop": "1us"}, UsageError, "hop is '1us'"),
+        ({"ranks": 0}, UsageError, "ranks is 0; it must be a list"),
+        ({"ranks": [0.0]}, UsageError, "ranks is .0.0.; it must be a list"),
+        ({"cuts": None}, UsageError, "cuts is None"),
+        ({"cuts": [1, 2, 3]}, UsageError, "cuts is .1, 2, 3."),
+        ({"plans": 5}, UsageError, "plans must be a dictionary"),
+        ({"plans": {0: 5}}, UsageError, "plans must be a dictionary"),
+        ({"replicas": "2"}, UsageError, "replicas is '2'; it must be a whole number"),
         ({"schedule": "dataflow", "hop": float("nan")}, UsageError, "hop is nan"),
         ({"ranks": [4]}, UsageError, "ranks has 4; the ranks of this pipeline are 0 to 3"),
         ({"cuts": "blocks.1"}, UsageError, "4 stages need 3 cuts, not 1"),
         ({"cuts": "blocks.1,blocks.2,no"}, UsageError, "cannot be cut at 'no'; similar: "),
         ({"cuts": "blocks.2,blocks.1,blocks.3"}, UsageError, "'blocks.1' does not come after"),
-        ({"shards": 0}, UsageError, "shards is 0: it must be 1 or more"),
+        ({"shards": 0}, UsageError, "shards is 0; it must be a whole number of at least 1"),
         (
             {"shards": 2, "replicas": 2},
             UsageError,
@@ -109,6 +117,19 @@ def test_what_cannot_be_is_refused_in_a_line(
     with pytest.raises(error, match=message) as refused:
         planned(**{"ranks": [0]} | more)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "kwargs", "message"),
+    [
+        (None, (torch.ones(4, 2),), None, "model is a NoneType; it must be a torch.nn.Module"),
+        (nn.Linear(2, 2), None, None, "args is a NoneType"),
+        (nn.Linear(2, 2), (torch.ones(4, 2),), 5, "kwargs is a int"),
+    ],
+)
+def test_a_call_of_other_kinds_is_refused(model: Any, args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rematplan.plan_pipeline(model, args, kwargs, microbatches=2, budget="1GiB")
 
 
 def test_splits_are_chosen_for_a_rank_that_needs_them(caplog: pytest.LogCaptureFixture) -> None:
