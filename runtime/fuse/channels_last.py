@@ -16,6 +16,7 @@ import torch
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.fuse.fusible_ops import packet
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
+from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.graph.storage_slices import has_strides, is_plain
 
@@ -200,16 +201,17 @@ class _InChannelsLast:
         return True
 
     def _run(self, call: Call) -> None:
-        """Append a call, whose results have the layouts that follow from those of its operands."""
+        """Append a call. The layouts of its results follow from those of its operands; a result in place stays in the
+        memory of its first operand."""
         operands = [self.values[name] for name in call.operands]
         with self.mode:
-            found = call.run(lambda name: self.values[name].fake)
+            found = as_run(call).run(lambda name: self.values[name].fake)
         made = {name: fake for name, fake in zip(call.results, found, strict=True) if name}
         known = {value.fake.untyped_storage()._cdata: value.storage for value in operands}
         storages = {name: known.get(fake.untyped_storage()._cdata, name) for name, fake in made.items()}
         views = bool(made) and all(name != storage for name, storage in storages.items())
         self.values |= {n: Value(n, storages[n] if views else n, call.name, fake) for n, fake in made.items()}
-        self.calls.append(replace(call, is_view=views))
+        self.calls.append(replace(call, is_view=views and not call.in_place))
 
     def _is_changed(self, name: str) -> bool:
         """Return whether a value has another layout than at capture."""

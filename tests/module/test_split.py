@@ -93,6 +93,37 @@ def test_a_budget_below_one_tensor_of_scores(model: Head, tokens: Tensor, split:
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("split", [{"0": 4}, {"0": 3, "2": 4}])
+def test_weight_gradients_of_split_convolutions_with_fused_kernels(split: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    first, second = (nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8))
+    model = nn.Sequential(first, nn.LeakyReLU(), second, nn.LeakyReLU())
+    images = torch.randn(4, 3, 16, 16)
+    fixed = images.nbytes + sum(p.nbytes for p in model.parameters())
+
+    def step(called: Any) -> None:
+        called(images).square().sum().backward()
+
+    def gradients_of(called: Any) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        step(called)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    eager, known = gradients_of(model), list[Tensor]()
+    for budget in ("100%", "least"):
+        options = {"kernels": "fused", "strategy": QUICK, "refine": False}
+        found = rematplan.plan_module(model, (images,), budget=budget, split=split, **options)
+        got = gradients_of(found)
+        known = known or got
+        assert all(map(torch.equal, got, known))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(got, eager, strict=True))
+        del got
+        model.zero_grad(set_to_none=True)
+        peak, _ = peak_above_entry(lambda found=found: step(found), torch.device("cpu"))
+        assert fixed + peak <= found.plan.peak
+
+
+@NEEDS_COMPILER
 def test_fused_kernels_of_parts(model: Head, tokens: Tensor, tmp_path: Path) -> None:
     expected = gradients(model, model, tokens)
     scores, fixed = 4 * 128 * 4000 * 4, sum(2 * p.nbytes for p in model.parameters())
