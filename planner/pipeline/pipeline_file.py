@@ -92,7 +92,7 @@ class PlannedPipeline:
 
 @dataclass(frozen=True)
 class StatedPipeline:
-    """What a rank that runs a pipeline file reads of it. It captures and plans its stages itself."""
+    """What a rank reads of the pipeline file that it runs. The rank captures and plans its stages itself."""
 
     problem: str
     schedule: str

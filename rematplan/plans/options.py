@@ -55,7 +55,7 @@ class SavedPlan(Strategy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)):
-            raise UsageError(f"path is {self.path!r}; it must be that of a plan file, as text or a Path")
+            raise UsageError(f"path is {self.path!r}; write the path of a plan file, as text or a Path")
 
     def plan(
         self, graph: TrainingGraph, budget: int = 0, progress: Progress = silent, starts: Sequence[Plan] = ()

@@ -148,7 +148,7 @@ class Planner(StepProblems):
         if self.options.split != UNSPLIT:
             step = replace(step, open_sizes=None)  # the sizes of parts are plain numbers
         key = structure_of(step) if step.open_sizes else None
-        saved = ops_that_run_once(step, self.options.policy)
+        saved = frozenset(ops_that_run_once(step, self.options.policy))
         found = fuse(step, known=self.fused_steps.get(key), alone=saved)
         if step.open_sizes:
             remember(self.fused_steps, key, found, FUSED_STEPS)

@@ -201,8 +201,8 @@ class _InChannelsLast:
         return True
 
     def _run(self, call: Call) -> None:
-        """Append a call. The layouts of its results follow from those of its operands; a result in place stays in the
-        memory of its first operand."""
+        """Append a call. The layouts of its results follow from those of its operands; a call in
+        place writes into its first operand's memory."""
         operands = [self.values[name] for name in call.operands]
         with self.mode:
             found = as_run(call).run(lambda name: self.values[name].fake)

@@ -273,4 +273,4 @@ def test_what_is_no_module_is_refused(function: Any, model: Any) -> None:
 
 def test_names_of_modules_that_are_no_texts_are_refused() -> None:
     with pytest.raises(UsageError, match="modules is 5; name modules by texts"):
-        rematplan.apply(nn.Sequential(nn.Linear(2, 2)), budget="60%", modules=5)  # type: ignore[arg-type]
+        rematplan.apply(nn.Sequential(nn.Linear(2, 2)), budget="60%", modules=5)
