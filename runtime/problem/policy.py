@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from rematplan.ir import UsageError
+from rematplan.ir import UsageError, first_line
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import HigherOrderOperator, OpOverload
 
@@ -107,11 +107,14 @@ def ops_that_run_once(step: CapturedStep, policy: Policy = ()) -> tuple[str, ...
 
 def _asked(step: CapturedStep, call: Call, policy: Callable[..., CheckpointPolicy]) -> bool:
     """Return whether a user's function says that the results of a call must be saved. It is not asked about fused
-    kernels, which are no ops of PyTorch."""
+    kernels, which are no ops of PyTorch. `UsageError` if the function raises any error."""
     if not isinstance(call.target, (OpOverload, HigherOrderOperator)):
         return False
     args, kwargs = substitute((call.args, call.kwargs), lambda name: step.values[name].fake)
-    answer = policy(SelectiveCheckpointContext(is_recompute=False), call.target, *args, **kwargs)
+    try:
+        answer = policy(SelectiveCheckpointContext(is_recompute=False), call.target, *args, **kwargs)
+    except Exception as error:  # any error in the user's function is reported in one line
+        raise UsageError(f"the policy function failed at {call.target}: {first_line(error)}") from error
     _check(answer, call.target)
     return answer is CheckpointPolicy.MUST_SAVE
 

@@ -191,6 +191,8 @@ def test_unknown_names_are_said() -> None:
         planned(policy={"0.up": CheckpointPolicy.MUST_RECOMPUTE})
     with pytest.raises(UsageError, match=r"0\.up has 1; write a value of"):
         planned(policy={"0.up": 1})
+    with pytest.raises(UsageError, match=r"the policy function failed at aten\.\S+: .* takes 1"):
+        planned(policy=lambda op: CheckpointPolicy.MUST_SAVE)
 
 
 def test_a_plan_travels_as_a_file(tmp_path: Path) -> None:
