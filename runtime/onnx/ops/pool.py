@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.nn import CONV, pad_spatial, spread, window_pads
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, ints, number, refuse, text
 
 ROWS = OpRows()
 
@@ -103,6 +103,26 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
         flat = flat * size + coordinate
     planes = torch.arange(x.shape[0] * x.shape[1], device=x.device) * math.prod(x.shape[2:])
     return flat + planes.view(x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
+
+
+@ROWS.add("MaxUnpool", 9, 11, 22, known=(2,))
+def max_unpool(node: Node, x: Tensor, places: Tensor, shape: Known = None) -> Tensor:
+    """Run ONNX MaxUnpool: write ``x`` (N, C, …) to the positions ``places`` of flattened zeros. These have the size
+    that MaxPool with the node's attributes reduces to that of ``x``, and zeros follow up to ``shape`` if larger."""
+    rank = x.dim() - 2
+    kernel, strides = ints(node, "kernel_shape"), spread(node, "strides", rank)
+    if kernel is None or len(kernel) != rank:
+        raise refuse(node, f"kernel_shape {kernel} does not fit an input with {rank} spatial axes")
+    pads = ints(node, "pads") or (0,) * (2 * rank)
+    sizes = [
+        (n - 1) * s + k - b - a
+        for n, s, k, b, a in zip(x.shape[2:], strides, kernel, pads[:rank], pads[rank:], strict=True)
+    ]
+    empty = torch.zeros(math.prod(x.shape[:2]) * math.prod(sizes), dtype=x.dtype, device=x.device)
+    found = empty.scatter(0, places.reshape(-1), x.reshape(-1)).view(*x.shape[:2], *sizes)
+    if shape is None:
+        return found
+    return pad_spatial(found, (0,) * rank, [int(n) - have for n, have in zip(shape[2:], sizes, strict=True)])
 
 
 @ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer
+from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
 
 ROWS = OpRows()
@@ -47,6 +47,28 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
 def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
     """Run ONNX DFT of opset 17. It is the same as `dft`, but the axis is an attribute (by default 1)."""
     return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
+
+
+@ROWS.add("STFT", 17, known=(1, 3))
+def stft(
+    node: Node, x: Tensor, step: np.ndarray, window: Tensor | None = None, length: Known = None
+) -> Tensor:
+    """Run ONNX STFT on ``x`` (N, time, 1 or 2): (N, frames, frequencies, 2). Frames of ``length`` entries (None: the
+    window's) begin ``step`` entries apart, without padding. If ``onesided`` is set, the first half of the frequencies
+    is returned. `ModelError` if neither a window nor a length is given."""
+    if length is not None:
+        size = int(length.reshape(()))
+    elif window is not None:
+        size = len(window)
+    else:
+        raise refuse(node, "it has neither a window nor a frame length")
+    frames = _complex(x).unfold(1, size, int(step.reshape(())))
+    if window is not None:
+        frames = frames * window.double()
+    found = torch.fft.fft(frames)
+    if integer(node, "onesided", 1):
+        found = found.narrow(-1, 0, size // 2 + 1)
+    return torch.view_as_real(found.resolve_conj()).to(x.dtype)
 
 
 WINDOWS: dict[str, Callable[..., Tensor]] = {
