@@ -16,6 +16,7 @@ import checker as plan_checker
 import numpy as np
 import pytest
 import torch
+from captured_once import captured_once
 
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.models import (
@@ -108,6 +109,13 @@ def few_searches() -> Iterator[None]:
     tasks = import_module("planned_tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks.rank_search, "LIMITS", tasks.FEW)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_capture() -> Iterator[None]:
+    """Models that are alike are captured once for the tests of a file."""
+    with captured_once():
         yield
 
 

@@ -16,3 +16,8 @@ def without_a_group() -> Iterator[None]:
     os.environ.update(before)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once(one_capture: None) -> None:
+    """Of all files: trainers are tested, not captures."""

@@ -101,6 +101,13 @@ def run(folder: Path, model: nn.Module, callbacks: list[Any], **settings: Any) -
     return made
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results of a training on texts of one length without a budget, and its weights by name."""
+    trained = run(tmp_path_factory.mktemp("plain"), network(), [], **ONE_LENGTH)
+    return results(trained), trained.model.state_dict()
+
+
 def callback(budget: str = "85%", **options: Any) -> Any:
     return budgets.RematplanCallback(budget, **QUICK | options)
 
@@ -180,16 +187,15 @@ def test_the_trainers_optimizer_counts(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("rematplan: GPT2LMHeadModel trains with a peak of") == 2
 
 
-def test_training_resumes_and_saved_names_are_the_models(tmp_path: Path) -> None:
+def test_training_resumes_and_saved_names_are_the_models(plain: Any, tmp_path: Path) -> None:
     half = {"save_strategy": "steps", "save_steps": STEPS // 2, **ONE_LENGTH}
-    plain = run(tmp_path / "plain", network(), [], **half)
     run(tmp_path / "planned", network(), [callback()], **half)
     resumed = trainer(tmp_path / "planned", network(), [callback()], **half)
     resumed.train(resume_from_checkpoint=str(tmp_path / "planned" / f"checkpoint-{STEPS // 2}"))
-    assert same(results(resumed), results(plain))
+    assert same(results(resumed), plain[0])
     resumed.save_model(str(tmp_path / "saved"))
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    assert all(map(torch.equal, loaded.state_dict().values(), plain.model.state_dict().values()))
+    assert all(map(torch.equal, loaded.state_dict().values(), plain[1].values()))
 
 
 def test_what_is_pushed_to_the_hub_has_the_models_names(
@@ -264,11 +270,10 @@ def checkpointing(spelling: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("_enabled")
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_budget_may_stand_for_checkpointing(spelling: str, tmp_path: Path) -> None:
-    plain = run(tmp_path, network(), [], **ONE_LENGTH)
+def test_a_budget_may_stand_for_checkpointing(spelling: str, plain: Any, tmp_path: Path) -> None:
     keywords = {"budget": "85%", "use_reentrant": False, **QUICK}
     planned = run(tmp_path, network(), [], **checkpointing(spelling, keywords), **ONE_LENGTH)
-    assert same(results(planned), results(plain))
+    assert same(results(planned), plain[0])
     assert rematplan.planning(planned.model).plans
     assert planned.model.forward.asked.options.reserved.items == (planned.optimizer.optimizer,)
 
@@ -302,19 +307,17 @@ def test_wrong_keywords_are_refused(keywords: dict[str, Any], message: str, tmp_
         run(tmp_path, network(), [], **checkpointing(SPELLINGS[0], keywords))
 
 
-def test_a_part_is_planned_by_its_name(tmp_path: Path) -> None:
-    plain = run(tmp_path, network(), [], **ONE_LENGTH)
+def test_a_part_is_planned_by_its_name(plain: Any, tmp_path: Path) -> None:
     planned = run(tmp_path, network(), [callback(module="transformer")], **ONE_LENGTH)
-    assert same(results(planned), results(plain))
+    assert same(results(planned), plain[0])
     assert "forward" in vars(planned.model.transformer)
     with pytest.raises(UsageError, match="has no module 'layers'; it has transformer, lm_head"):
         run(tmp_path, network(), [callback(module="layers")])
 
 
-def test_several_modules_are_planned_under_one_budget(tmp_path: Path) -> None:
-    plain = run(tmp_path, network(), [])
-    planned = run(tmp_path, network(), [callback("8MiB", modules="transformer.h.*")])
-    assert same(results(planned), results(plain))
+def test_several_modules_are_planned_under_one_budget(plain: Any, tmp_path: Path) -> None:
+    planned = run(tmp_path, network(), [callback("8MiB", modules="transformer.h.*")], **ONE_LENGTH)
+    assert same(results(planned), plain[0])
     assert rematplan.planning(planned.model).plans
 
 
@@ -333,7 +336,7 @@ def test_the_backbone_is_planned_if_trl_has_fused_the_head(tmp_path: Path) -> No
 
     def trained(callbacks: list[Any]) -> Any:
         args = trainer(tmp_path, network(), []).args
-        one = Fused(fused(), args, train_dataset=samples(), data_collator=padded, callbacks=callbacks)
+        one = Fused(fused(), args, **ONE_LENGTH, data_collator=padded, callbacks=callbacks)
         one.train()
         return one
 

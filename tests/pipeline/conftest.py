@@ -11,3 +11,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     four = Workers(4, tmp_path_factory.mktemp("gloo"))
     yield four
     four.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once(one_capture: None) -> None:
+    """Of all files: plans of stages are tested, not captures."""

@@ -193,7 +193,7 @@ def test_if_no_cuts_fit_the_least_budget_is_that_of_the_cuts_that_need_least(
 ) -> None:
     """With this budget the search finds plans, and with one byte less it does not. Other cuts need at least as much."""
     monkeypatch.setattr(rank_search, "LIMITS", RankSearchLimits(grid=2, refined=0, descents=0, cheaper=0))
-    chain = chained()
+    chain = chained(5)
 
     def least(cuts: tuple[int, ...] | None) -> int:
         with pytest.raises(InfeasibleBudget) as refused:

@@ -22,6 +22,7 @@ from rematplan.models.coupling import Coupling
 from rematplan.pipeline.run_step import RankReport, reports_of_step
 from rematplan.planner.pipeline.pipeline_file import load_pipeline
 
+pytestmark = pytest.mark.usefixtures("few_searches")
 SIZES = ("--dim", "width=16", "--dim", "image=64", "--dim", "classes=5", "--dim", "batch=16")
 ASKED = ("--stages", "4", "--microbatches", "4", "--costs", "roofline", "-S", "time_limit=0.1", "--quiet")
 CUTS = "blocks.1,blocks.2,blocks.3"
