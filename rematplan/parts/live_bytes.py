@@ -22,6 +22,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts, inside of a ``with`` statement, the storages that ATen ops return until they are freed, except those
     of ``known``, and what ops need while they run."""
 
+    supports_higher_order_operators = True  # one that takes functions counts as one op
+
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0

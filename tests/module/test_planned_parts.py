@@ -103,11 +103,19 @@ class SparseWords(Base):
         return super().body(x + self.words((x[:, 0] > 0).long()))
 
 
+class Branching(Base):
+    """Chooses between two functions by an operator that takes functions."""
+
+    def body(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (super().body(x),))
+        return made
+
+
 ROUTERS = (Routing, Counting)
 """Their parts get other rows at each step."""
 
 
-MODELS = (Dropping, Matching, *ROUTERS, Tail, Sparse)
+MODELS = (Dropping, Matching, *ROUTERS, Tail, Sparse, Branching)
 
 
 def measured(model: nn.Module, at: int, rows: int = ROWS) -> int:
