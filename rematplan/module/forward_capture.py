@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from rematplan.runtime.capture.hidden_tensors import (
     hides_tensors,
 )
 from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
+from rematplan.runtime.capture.packed_sequences import no_packed_sequences
 from rematplan.runtime.capture.unrepeatable_draws import check_default_generator, no_host_draws
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
@@ -66,6 +67,8 @@ class Tracing:
     """The model's state when it is called."""
     assumed: tuple[bool, ...] = ()
     """The outcomes of the forward's first tests for infinite and NaN values, as far as they are known."""
+    packed: bool = False
+    """Whether RNNs may be called with packed sequences."""
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Tracing:
@@ -73,7 +76,8 @@ class Tracing:
         leaves, spec = flattened_call(args, kwargs)
         state = guards.ModuleTree(model).state(model)
         assert state is not None
-        return Tracing(name or type(model).__name__, Original(model, model.forward), leaves, spec, state)
+        original = Original(model, model.forward)
+        return Tracing(name or type(model).__name__, original, leaves, spec, state, packed=True)
 
     @cached_property
     def key(self) -> Hashable:
@@ -197,6 +201,7 @@ class Tracing:
         with (
             guards.recording(self.model, self.leaves, self.state.named, self.batch, self.assumed) as record,
             no_host_draws(self.name, record.generators),
+            nullcontext() if self.packed else no_packed_sequences(self.name),
         ):
             check_default_generator(record.names)
             yield record

@@ -123,7 +123,7 @@ class Runner:
             return self._unplanned(original, args, kwargs)
         check_saved_tensors_hooks(self.name)
         self.bypasses.begin_planned_call()
-        call = Tracing(self.name, original, leaves, spec, state)
+        call = Tracing(self.name, original, leaves, spec, state, packed=self.may_pack)
         if self.prepared is not None:
             self._begin_training(call)
         measures = False
@@ -310,7 +310,13 @@ class Runner:
         return self._entry(self._tracing(original, args, kwargs))
 
     def _tracing(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracing:
-        return Tracing(self.name, original, *flattened_call(args, kwargs), self._state(original))
+        state = self._state(original)
+        return Tracing(self.name, original, *flattened_call(args, kwargs), state, packed=self.may_pack)
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether calls of RNNs with packed sequences are captured: if no call needs a second capture."""
+        return not self.asked.dynamic
 
     def _state(self, original: Original) -> guards.ModuleState:
         """Return the model's state now. The tree of its modules is made anew if modules have changed."""

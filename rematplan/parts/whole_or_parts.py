@@ -169,6 +169,11 @@ class WholeOrParts(Runner):
     def _is_whole(self) -> bool:
         return self.modules is None and self.parts is None
 
+    @property
+    def may_pack(self) -> bool:
+        """Whether calls of RNNs with packed sequences are captured, rather than left out of parts."""
+        return super().may_pack or self.stays_whole
+
     def _begin_training(self, call: Tracing) -> None:
         planner = self.planner
         super()._begin_training(call)
@@ -204,13 +209,14 @@ class WholeOrParts(Runner):
         """Plan the model in parts, which are captured once. Plan it whole as before if no part can be planned, or parts
         need more than the largest budget so far. Warn of the outcome."""
         known, needed, text = (self.plans, self.captures), 0, ""
-        most = max(one.plan.budget or one.plan.peak for one in self.plans.plain())
+        most = max((one.plan.budget or one.plan.peak for one in self.plans.plain()), default=0)
         try:
             self._plan_in_parts(original, error)
             assert self.parts
             with torch.inference_mode(False), torch.enable_grad():
                 plan = self.parts.prepare(original, args, kwargs)
             needed, text = plan.peak, plan.text()
+            most = most or needed  # without plans of the whole, parts are preferred if they fit
         except InfeasibleBudget as why:
             needed = why.smallest
         except RematplanError as why:

@@ -4,12 +4,14 @@ budget; all steps have eager mode's bits."""
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from same_bits import SETTINGS
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 
 import rematplan
 from rematplan.module import captures
@@ -127,6 +129,35 @@ def test_what_changes_in_each_call_is_planned_in_parts_after_a_few_captures(
     assert len(plans[-1]) == 2
     assert plans[-1] == plans[-2]
     assert sum("another graph" in str(one.message) for one in recwarn) == 1
+
+
+class Packed(Base):
+    """Runs an RNN on packed sequences, of which each call has other lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(16, 16)
+
+    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
+        packed = rnn.pack_padded_sequence(self.first(x), lengths, enforce_sorted=False)
+        return self.second(rnn.pad_packed_sequence(self.rnn(packed)[0])[0]).square().mean()
+
+
+@pytest.mark.parametrize("one_shape", [False, True])
+def test_rnns_of_packed_sequences_run_outside_of_parts_unless_all_calls_are_alike(one_shape: bool) -> None:
+    calls = [[4, 2, 1]] * 2 if one_shape else [[4, 2, 1], [1, 4, 4], [3, 3, 4]]
+    options = {"dynamic_shapes": False} if one_shape else {}
+    eager, x = Packed(), torch.randn(4, 3, 16)
+    model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"}, **options)
+    with (
+        nullcontext() if one_shape else pytest.warns(UserWarning, match="packed sequences.* planned in parts")
+    ):
+        for lengths in calls:
+            for one in (eager, model):
+                one(x, lengths).backward()
+            grads = [[p.grad for p in one.parameters()] for one in (eager, model)]
+            assert all(map(torch.equal, *grads))
+    assert len(rematplan.planning(model).plans) == (1 if one_shape else 2)
 
 
 class OwnSizes(nn.Module):
