@@ -196,11 +196,16 @@ class WholeOrParts(Runner):
             self._drop_plans()
 
     def _new(self, tracing: Tracing) -> CacheEntry:
-        if self.captures.repeated >= MANY and not self.stays_whole:
-            raise CapturedAnew(
-                f"{self.name} had another graph in {MANY} calls of known sizes (it decides by values, or reads numbers "
-                f"or Python state that keep changing)"
+        why = ""
+        if self.captures.repeated >= MANY:
+            why = (
+                f"had another graph in {MANY} calls of known sizes (it decides by values, or reads numbers or Python "
+                f"state that keep changing)"
             )
+        elif self.captures.separate >= self.asked.max_plans:
+            why = f"was captured for each of {self.captures.separate} sizes, and no more plans are kept"
+        if why and not self.stays_whole:
+            raise CapturedAnew(f"{self.name} {why}")
         return super()._new(tracing)
 
     def _try_parts(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 
 import rematplan
-from rematplan.module import captures
+from rematplan.module import captures, shape_options
 from rematplan.parts import whole_or_parts
 
 MANY, MANY_SIZES = 3, 8
@@ -191,6 +191,25 @@ def test_a_part_that_gets_always_new_sizes_is_no_part_any_longer() -> None:
     for a, b in zip(eager.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert counts[-1] < max(counts)
+
+
+def test_a_model_of_more_sizes_than_plans_are_kept_is_planned_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Scaled(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) / math.sqrt(len(x))).square().mean()
+
+    monkeypatch.setattr(shape_options, "MAX_PLANS", MANY)
+    eager = Scaled()
+    model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"})
+    with pytest.warns(UserWarning, match=f"for each of {MANY} sizes.* planned in parts"):
+        for at in range(STEPS):
+            for one in (eager, model):
+                one(*batch(at, 16 + at)).backward()
+    grads = [[p.grad for p in one.parameters()] for one in (eager, model)]
+    assert all(map(torch.equal, *grads))
+    assert len(rematplan.planning(model).plans) == 2
 
 
 def test_a_few_outcomes_keep_the_whole() -> None:
