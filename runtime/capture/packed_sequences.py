@@ -16,8 +16,8 @@ from rematplan.ir import CapturedAnew
 
 @contextmanager
 def no_packed_sequences(name: str) -> Iterator[None]:
-    """Raise `CapturedAnew` if this thread calls an RNN of PyTorch with a packed sequence inside the block. ``name``: the
-    model's, for the message."""
+    """Raise `CapturedAnew` if this thread calls an RNN of PyTorch with a packed sequence inside the block. ``name``:
+    the model's, for the message."""
     thread = get_ident()  # the hook runs in all threads
 
     def refuse(module: nn.Module, args: Any) -> None:
