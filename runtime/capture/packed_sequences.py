@@ -25,7 +25,7 @@ def no_packed_sequences(name: str) -> Iterator[None]:
             return
         if args and isinstance(args[0], PackedSequence):
             raise CapturedAnew(
-                f"{name} calls an {type(module).__name__} with packed sequences, of which each combination of lengths "
+                f"{name} calls {type(module).__name__} with packed sequences, of which each combination of lengths "
                 f"has another graph"
             )
 
