@@ -179,50 +179,58 @@ class FlatModel(nn.Module):
         changes = [*self._state.changes(), *renewed]
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
         open_classes((results, [value for _, value in changes]))
+        known = self._known(leaves, renewed)
+        writes = [(write, _named(write, value, known)) for write, value in changes]
+        thawed = [at for at, leaf in constant if leaf.requires_grad and leaf.is_leaf]
+        self.lost = (
+            *(write.name for write, value in writes if value is LOST),
+            *(f"requires_grad of argument {at}" for at in thawed),
+        )
+        left = self._left((args, kwargs), leaves)
+        flat, self.outputs = flattened((results, [one for one in writes if one[1] is not LOST], left))
+        self._state.undo()  # the results may be among it
+        tensors_of.restore()
+        returned = {id(o) for o in flattened((results, left))[0]}
+        outputs = self._placed(flat, returned, known)
+        own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
+        # A view must be copied to have a separate tangent.
+        return tuple(o.clone() if o._is_view() or id(o) in own else o for o in outputs)
+
+    def _known(self, leaves: list[Any], renewed: list[tuple[Write, Any]]) -> dict[int, Any]:
+        """Return placeholders for the model's and the arguments' tensors, by their ids. ``renewed``: tensors that the
+        forward put in the place of others."""
         # A recurrent layer rebuilds its list of weights. The weights in it are no results, but the model's parameters.
-        names: dict[int, Any] = {
+        known: dict[int, Any] = {
             id(t): ModuleTensor(self._names[name])
             for name, t in slots(self.model).items()
             if name in self._names and all(t is not new for _, new in renewed)
         }
-        names |= {id(t): ArgumentLeaf(at) for at, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
-        writes = [(write, _named(write, value, names)) for write, value in changes]
-        self.lost = (
-            *(write.name for write, value in writes if value is LOST),
-            *(
-                f"requires_grad of argument {at}"
-                for at, leaf in constant
-                if leaf.requires_grad and leaf.is_leaf
-            ),
-        )
-        writes = [one for one in writes if one[1] is not LOST]
-        left = self._left((args, kwargs), leaves)
-        flat, self.outputs = flattened((results, writes, left))
-        self._state.undo()  # the results may be among it
-        tensors_of.restore()
-        returned = {id(o) for o in flattened((results, left))[0]}
+        return known | {id(t): ArgumentLeaf(at) for at, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+
+    def _placed(self, flat: list[Any], returned: set[int], known: dict[int, Any]) -> list[torch.Tensor]:
+        """Return the tensors among the leaves ``flat`` that the step computes, each once, and set `constants`, `count`
+        and `attributes`. ``returned``: ids of leaves that the caller gets; ``known``: placeholders, by ids."""
         # What the caller has already is returned itself; the gradient of one that has one belongs to the step.
-        same = {of: names[of] for of, o in ((id(o), o) for o in flat) if of in names and not o.requires_grad}
-        outputs = {
+        same = {id(o): known[id(o)] for o in flat if id(o) in known and not o.requires_grad}
+        new = {
             id(o): o
             for o in flat
             if isinstance(o, torch.Tensor)
             and id(o) not in same
             and (id(o) in returned or not _existed_before(o))
         }
-        if not outputs:
-            check_no_hidden_tensors(flat, f"{type(self.model).__name__} returns nothing but", True)
-        if any(o.retains_grad for o in outputs.values()):
+        name = type(self.model).__name__
+        if not new:
+            check_no_hidden_tensors(flat, f"{name} returns nothing but", True)
+        if any(o.retains_grad for o in new.values()):
             raise ModelError(
-                f"{type(self.model).__name__} retains the gradient of a tensor that it returns (retain_grad); a "
-                f"planned step keeps only gradients of parameters and inputs"
+                f"{name} retains the gradient of a tensor that it returns (retain_grad); a planned step keeps only "
+                f"gradients of parameters and inputs"
             )
-        places = {of: ResultTensor(at) for at, of in enumerate(outputs)} | same
-        self.constants, self.count = [places.get(id(o), o) for o in flat], len(outputs)
-        self.attributes = frozenset(str(at) for at, of in enumerate(outputs) if of not in returned)
-        own = {id(t) for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
-        # A view must be copied to have a separate tangent.
-        return tuple(o.clone() if o._is_view() or of in own else o for of, o in outputs.items())
+        places = {of: ResultTensor(at) for at, of in enumerate(new)} | same
+        self.constants, self.count = [places.get(id(o), o) for o in flat], len(new)
+        self.attributes = frozenset(str(at) for at, of in enumerate(new) if of not in returned)
+        return list(new.values())
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         """Call the model and return its results; `ModelError` if it changes an object that it is called with."""
