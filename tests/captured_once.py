@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from rematplan.module.forward_capture import Tracing
+from rematplan.module.runner import Runner
 from rematplan.module.symbolic_forward import Found, OpenForward
 from rematplan.pipeline import auto_cuts
 from rematplan.runtime.pipeline import stage_modules
@@ -42,6 +43,7 @@ def _modules(model: nn.Module) -> tuple[Hashable, ...]:
 def captured_once() -> Iterator[None]:
     """Inside the block, `Tracing` and `exported` return what they made of a model that is alike."""
     fixed, symbolic, exported = Tracing.fixed, Tracing.symbolic, stage_modules.exported
+    distrust = Runner._distrust
     found: dict[Hashable, list[Found]] = {}
     opened: dict[Hashable, list[OpenForward]] = {}
     graphs: dict[Hashable, fx.Graph] = {}
@@ -80,7 +82,14 @@ def captured_once() -> Iterator[None]:
             graphs[at] = exported(model, args, kwargs)
         return graphs[at]
 
+    def distrusting(runner: Runner, results: Any) -> None:
+        """After ops gave other results than captured, all is captured anew."""
+        found.clear()
+        opened.clear()
+        distrust(runner, results)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "_distrust", distrusting)
         patch.setattr(Tracing, "fixed", fixed_once)
         patch.setattr(Tracing, "symbolic", symbolic_once)
         for room in (stage_modules, auto_cuts):

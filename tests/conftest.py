@@ -10,7 +10,9 @@ import os
 import random
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import checker as plan_checker
 import numpy as np
@@ -18,8 +20,10 @@ import pytest
 import torch
 from captured_once import captured_once
 
+from rematplan import api
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.models import (
+    ZOO,
     densenet,
     diffusion_unet,
     efficientnet,
@@ -116,6 +120,24 @@ def few_searches() -> Iterator[None]:
 def one_capture() -> Iterator[None]:
     """Models that are alike are captured once for the tests of a file."""
     with captured_once():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_load(one_capture: None) -> Iterator[None]:
+    """A network or a file is captured once for the commands of a file that load it alike: nothing changes a loaded
+    step."""
+    load, loaded = api.load_step, {}
+
+    def load_once(model: str | Path, **options: Any) -> api.LoadedStep:
+        written = None if model in ZOO or not Path(model).exists() else Path(model).stat().st_mtime_ns
+        key = repr((model, written, sorted(options.items())))
+        if key not in loaded:
+            loaded[key] = load(model, **options)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "load_step", load_once)
         yield
 
 

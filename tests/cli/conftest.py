@@ -1,16 +1,14 @@
 """A fixture that calls the command line, and files that many tests read."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rematplan import api
 from rematplan.cli import main
-from rematplan.models import ZOO
 
 # A chain, whose few lower sets are searched at once; with dropout; activations outweigh its parameters.
 VGG = ("vgg19", "--dim", "batch=64", "--dim", "image=32", "--dim", "width=2")
@@ -38,21 +36,8 @@ def quick(argv: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _captured_once() -> Iterator[None]:
-    """A network or a file is captured once for the commands of a file that load it alike: nothing changes a loaded
-    step."""
-    load, loaded = api.load_step, {}
-
-    def load_once(model: str | Path, **options: Any) -> api.LoadedStep:
-        written = None if model in ZOO or not Path(model).exists() else Path(model).stat().st_mtime_ns
-        key = repr((model, written, sorted(options.items())))
-        if key not in loaded:
-            loaded[key] = load(model, **options)
-        return loaded[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_step", load_once)
-        yield
+def _once(one_load: None) -> None:
+    """Of all files: commands are tested, not captures."""
 
 
 @pytest.fixture

@@ -8,3 +8,8 @@ import torch
 def same_draws() -> None:
     """Every test begins with the same random numbers."""
     torch.manual_seed(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once(one_capture: None) -> None:
+    """Of all files: plans are tested, not captures."""

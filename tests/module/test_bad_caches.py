@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import run_scripts
 from torch import nn
 
 import rematplan
@@ -121,41 +120,9 @@ def test_a_damaged_file(folder: Path, caplog: pytest.LogCaptureFixture, kind: st
     assert trained(caplog) == []
 
 
-WRITING = """
-import sys
-from random import Random
-sys.path.insert(0, {planner!r})
-import problems
-from rematplan.planner.caches.plan_store import PlanStore
-from rematplan.planner.strategies.approx_dp import ApproxDP
-graph = problems.residual((2, 2))
-plans = ApproxDP().curve(graph, ())
-print("ready", flush=True)
-sys.stdin.readline()
-for k in range(40):
-    PlanStore().save(graph, plans[k % len(plans)], 1.0)
-    assert PlanStore().saved(graph)
-"""
-
-
-def test_two_processes_write_one_file_at_once(folder: Path) -> None:
-    planner = str(Path(__file__).parents[1] / "planner")
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITING.format(planner=planner)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for one in both:
-        assert one.stdout
-        assert one.stdout.readline() == "ready\n"
-    for one in both:
-        assert one.stdin
-        one.stdin.write("\n")
-        one.stdin.close()
-    assert [one.wait(60) for one in both] == [0, 0]
+def test_two_processes_write_one_file_at_once(folder: Path, tmp_path: Path) -> None:
+    writer = Path(__file__).parent / "cache_writer.py"
+    both = run_scripts([[writer, str(rank), tmp_path] for rank in range(2)], tmp_path)
+    assert [one.status for one in both] == [0, 0], both
     (file,) = (folder / "plans").iterdir()
     assert file.suffix == ".json"

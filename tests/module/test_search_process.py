@@ -32,7 +32,7 @@ def search() -> Any:
 
 
 def searched(
-    one: BackgroundSearch, problem: Any, budget: int, seconds: float = 2.0
+    one: BackgroundSearch, problem: Any, budget: int, seconds: float = 0.5
 ) -> tuple[list[Plan], Any]:
     found: list[Plan] = []
     ended: list[bool] = []

@@ -24,7 +24,7 @@ from rematplan.plans.options import PlanOptions, stated_splits
 from rematplan.plans.planner import Planner
 from rematplan.runtime.costs.measure import peak_above_entry
 
-QUICK = rematplan.Anneal(moves=3000)
+QUICK = rematplan.Anneal(moves=1000)
 
 
 class Head(nn.Module):
@@ -52,6 +52,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
         return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few numbers of parts are tried, and each with few moves."""
+    monkeypatch.setattr(splitting, "PARTS", (2, 4, 8))
+    monkeypatch.setattr(splitting, "strategy_of_trials", lambda _: rematplan.Auto(moves=1000))
 
 
 @pytest.fixture
@@ -152,7 +159,7 @@ def test_a_refusal_says_what_splits_would_need(model: Head, tokens: Tensor) -> N
     with pytest.raises(InfeasibleBudget, match=r"with split=auto: [0-9.]+ MiB \([0-9]+ bytes\)") as refused:
         planned(model, tokens, budget=fixed + 4 * 128 * 4000 * 4)
     bytes_ = int(str(refused.value).split("split=auto: ")[1].split("(")[1].split(" ")[0])
-    longer = rematplan.Anneal(moves=10_000)
+    longer = rematplan.Anneal(moves=4000)
     found = planned(model, tokens, budget=bytes_ + bytes_ // 50, split="auto", strategy=longer)
     assert found.plan.peak <= 1.02 * bytes_
 

@@ -68,7 +68,7 @@ class Net(nn.Module):
 
     def __init__(self, rule: Callable[..., Any]) -> None:
         super().__init__()
-        self.lin, self.norm, self.rule = nn.Linear(16, 16), nn.BatchNorm1d(16), rule
+        self.lin, self.rule = nn.Linear(16, 16), rule
         self.first, self.step, self.tau, self.shape = True, 0, 1.0, None
         self.many, self.table, self.items, self.names = (0,), {}, [], set()
         self.mode, self.frozen, self.slotted, self.helper = Mode.WARM, Frozen(), Slotted(), Callable_()
@@ -88,7 +88,7 @@ class Net(nn.Module):
         return self._hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.lin(x))) * self.rule(self, x)
+        return self.lin(x) * self.rule(self, x)
 
 
 def first_call(s: Any, _: Tensor) -> float:

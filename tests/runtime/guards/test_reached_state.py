@@ -82,7 +82,7 @@ class Net(nn.Module):
         return torch.rand(16) + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.lin(x)) * self.rule(self)
+        return self.lin(x) * self.rule(self)
 
 
 def scaled(by: float) -> float:
