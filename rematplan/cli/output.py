@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from rematplan.cli.interrupts import stop_if_pressed
+from rematplan.cli.remembered_interrupt import stop_if_pressed
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.plans.progress import progress_bar
 

@@ -13,8 +13,8 @@ from importlib import import_module, metadata
 from typing import Any, NoReturn
 
 from rematplan.cli.arguments import DEFAULT
-from rematplan.cli.interrupts import remembered, stop_if_pressed
 from rematplan.cli.output import Output
+from rematplan.cli.remembered_interrupt import remembered, stop_if_pressed
 from rematplan.ir import RematplanError, UsageError
 
 CANNOT = 2

@@ -16,7 +16,7 @@ from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
 from rematplan.plans.held_by_others import GRADIENTS
 
-TESTED = ("2.6",)
+TESTED_LIGHTNING = ("2.6",)
 """The versions of pytorch-lightning with which the tests were run."""
 
 
@@ -49,7 +49,7 @@ class RematplanCallback(TrainerBudget, Callback):  # type: ignore[misc]
         """Raise `UsageError` for a trainer that tries batch sizes, since these trials run without a plan; warn of
         untested versions."""
         del pl_module, stage
-        warn_if_untested("pytorch-lightning", TESTED)
+        warn_if_untested("pytorch-lightning", TESTED_LIGHTNING)
         kinds = {kind.__name__ for one in trainer.callbacks for kind in type(one).__mro__}
         if "BatchSizeFinder" in kinds:  # of pytorch_lightning or of lightning
             raise UsageError(

@@ -11,7 +11,7 @@ from rematplan.integrations.tested import warn_if_untested
 from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
 
-TESTED = ("0.3",)
+TESTED_TORCHTITAN = ("0.3",)
 """The versions of torchtitan with which the tests were run."""
 
 
@@ -33,7 +33,7 @@ class BudgetAC(ActivationCheckpointing):  # type: ignore[misc]
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         del base_fqn
-        warn_if_untested("torchtitan", TESTED)
+        warn_if_untested("torchtitan", TESTED_TORCHTITAN)
         config = self.config
         if not config.budget:
             raise UsageError(

@@ -19,7 +19,7 @@ from torchtitan.experiments.graph_trainer.registry import register_memory_policy
 from torchtitan.experiments.graph_trainer.selective_activation_remat import selective_activation_remat_pass
 
 from rematplan.integrations.tested import warn_if_untested
-from rematplan.integrations.torchtitan import TESTED
+from rematplan.integrations.torchtitan import TESTED_TORCHTITAN
 from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.plans.budgets import parse_budget
 from rematplan.runtime.graph.compat import estimate_runtime, pytree
@@ -46,7 +46,7 @@ def register_budget(budget: str | int, name: str = "rematplan") -> None:
         UsageError: the budget is malformed. When the step is compiled, `InfeasibleBudget`: it is below the peak of
             recomputing all.
     """
-    warn_if_untested("torchtitan", TESTED)
+    warn_if_untested("torchtitan", TESTED_TORCHTITAN)
     asked = parse_budget(str(budget), POSSIBLE)
 
     def policy(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:

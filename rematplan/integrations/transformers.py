@@ -17,7 +17,7 @@ from rematplan.ir import UsageError
 from rematplan.plan_in_place import apply
 from rematplan.plans.held_by_others import GRADIENTS
 
-TESTED = ("5.24",)
+TESTED_TRANSFORMERS = ("5.24",)
 """The versions of transformers with which the tests were run."""
 ENABLING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """The methods of a model that take `KEYWORDS`; the second is the older name."""
@@ -51,7 +51,7 @@ class RematplanCallback(TrainerBudget, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Plan the model, or the stated part of it, in place; warn of an untested version."""
         del state, control
-        warn_if_untested("transformers", TESTED)
+        warn_if_untested("transformers", TESTED_TRANSFORMERS)
         part = _unfused(model) if self.module is None else part_of(model, self.module)
         self.unseen = apply(part, self.budget, **_trained_by(args, optimizer) | self.options)
 
@@ -70,7 +70,7 @@ def enable() -> None:
     with this budget. Further entries are keywords of `plan_module`, such as ``"loss_memory": "3x"``. Without an entry
     ``budget``, activation checkpointing works as before.
     """
-    warn_if_untested("transformers", TESTED)
+    warn_if_untested("transformers", TESTED_TRANSFORMERS)
     for name in ENABLING:
         method = getattr(PreTrainedModel, name, None)
         if method is not None and not hasattr(method, "rematplan"):

@@ -15,6 +15,7 @@ from rematplan.ir import ModelError, NoGradients, NotCaptured
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
 from rematplan.module.function_caches import empty_traced_caches
+from rematplan.module.hook_warnings import warn_of_hooks
 from rematplan.module.model_errors import own_error
 from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
@@ -32,7 +33,6 @@ from rematplan.runtime.capture.unrepeatable_draws import check_default_generator
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.warn import warn
-from rematplan.runtime.guards.module_state import HOOKS
 from rematplan.runtime.symbols.expressions import NotSymbolic, opened
 from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 from rematplan.runtime.symbols.symbolic_step import OpenStep
@@ -231,27 +231,3 @@ def _own_errors(
         if own is None:
             raise
         raise own from None
-
-
-COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
-"""How names of modules begin whose hooks only compute: they reparametrise weights or collect inner outputs."""
-
-
-def warn_of_hooks(model: nn.Module, name: str) -> None:
-    """Warn if submodules of the model called ``name`` have hooks with possible side effects. Hooks that modules in
-    `COMPUTING` define have none."""
-    names = [
-        inner
-        for inner, m in model.named_modules()
-        if m is not model
-        and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
-    ]
-    if names:
-        warn(
-            f"{name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
-            f"when a step is planned; what they compute is part of the plan, other effects happen only then"
-        )
-
-
-def _only_computes(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(COMPUTING)

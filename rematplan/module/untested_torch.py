@@ -12,7 +12,7 @@ from torch import nn
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.restore_state import same_draws
-from rematplan.runtime.graph.compat import TESTED, is_tested, pytree
+from rematplan.runtime.graph.compat import TESTED_TORCH, is_tested, pytree
 from rematplan.runtime.graph.warn import warn
 
 _checked: set[str] = set()
@@ -30,7 +30,7 @@ def check_untested_torch(
     if is_tested(version) or version in _checked:
         return
     _checked.add(version)
-    untested = f"rematplan was not tested with torch {version} (tested: {', '.join(TESTED)})"
+    untested = f"rematplan was not tested with torch {version} (tested: {', '.join(TESTED_TORCH)})"
     try:
         eager = _results(model, args, kwargs)
         different = _different(eager, _results(planned, args, kwargs), tolerance)

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph, show_bytes
 from rematplan.module.given_plan import ops_of
-from rematplan.parts.around_parts import AroundParts
+from rematplan.parts.fsdp_bytes import FsdpBytes
 from rematplan.parts.live_bytes import allocated_bytes
 from rematplan.parts.rehearsed import EqualParts, Rehearsed
 from rematplan.planner.core.effort import Effort
@@ -235,7 +235,7 @@ def common_search(
     fixed: int | None,
     *,
     accumulating: bool,
-    around: AroundParts,
+    around: FsdpBytes,
 ) -> CommonSearch:
     """Return the search, not run yet, for the plans of a model's parts. ``fixed``: the budget in bytes, if it is known
     already. ``accumulating``: whether gradients of earlier steps exist. ``around``: what FSDP2 needs."""
@@ -319,7 +319,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return sum(allocated(t.nbytes, t.device) for t in plain_tensors(tensor))
 
 
-def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: AroundParts) -> RankActions:
+def _actions(rehearsed: Rehearsed, groups: list[EqualParts], loss: int, around: FsdpBytes) -> RankActions:
     """Return the forwards and backwards of the parts as a rank's actions. ``loss``: bytes of a loss outside, charged
     from backwards on."""
     seen: Counter[EqualParts] = Counter()

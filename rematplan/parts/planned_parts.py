@@ -25,9 +25,9 @@ from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
-from rematplan.parts.around_parts import accumulates, around_parts
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
 from rematplan.parts.forward_patches import Patches
+from rematplan.parts.fsdp_bytes import accumulates, fsdp_bytes
 from rematplan.parts.left_tensors import attribute_tensors
 from rematplan.parts.live_bytes import allocated_bytes
 from rematplan.parts.rehearsal import Rehearsal, repeated_bytes
@@ -269,7 +269,7 @@ class PlannedParts:
         the smallest budget found and warn, as `reaction` says. ``sums``: whether gradients of earlier steps exist."""
         named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
-        around = around_parts(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
+        around = fsdp_bytes(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
         fixed = self.planner.fixed.get(self.planner.budget_key)
         search = common_search(rehearsed, options, named, fixed, accumulating=sums, around=around)
         try:

@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 TORCH = "torch>=2.11"
 """The requirement on PyTorch under which these names exist; the same text is in pyproject.toml."""
-TESTED = ("2.11", "2.13", "2.14", "2.15")
+TESTED_TORCH = ("2.11", "2.13", "2.14", "2.15")
 """The versions with which the whole test suite was run (``make test TORCH=2.15.0``)."""
 
 _OLDER_PIPELINES = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
@@ -43,7 +43,7 @@ Otherwise they are freed after their last use. With PyTorch 2.11 they stay; 2.12
 
 def is_tested(version: str = torch.__version__) -> bool:
     """Return whether the test suite was run with this version of PyTorch, compared by its first two numbers."""
-    return ".".join(version.split("+")[0].split(".")[:2]) in TESTED
+    return ".".join(version.split("+")[0].split(".")[:2]) in TESTED_TORCH
 
 
 def _missing(what: str) -> ImportError:
@@ -259,7 +259,7 @@ __all__ = [
     "PIPELINES_SEND_TO_THEMSELVES",
     "PUSH_SAVED_TENSORS_HOOKS",
     "STEPS_COPY_RANDOM_STATE",
-    "TESTED",
+    "TESTED_TORCH",
     "AsyncCompile",
     "AutoDispatchBelowAutograd",
     "CompileContext",

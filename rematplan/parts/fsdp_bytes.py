@@ -1,4 +1,4 @@
-"""`AroundParts`: the bytes that FSDP2 needs around the parts of a model whose weights it shards.
+"""`FsdpBytes`: the bytes that FSDP2 needs around the parts of a model whose weights it shards.
 
 In a forward, a layer's weights are gathered into a buffer and copied out of it, while the buffer of the layer before
 still exists. In a backward, the next layer's buffer exists, too, and the one from which the gradients of the layer
@@ -24,7 +24,7 @@ from rematplan.runtime.graph.allocator_rounding import allocated
 
 
 @dataclass(frozen=True)
-class AroundParts:
+class FsdpBytes:
     """Bytes on this rank in addition to its shards of the weights; all are 0 if nothing is sharded."""
 
     always: int = 0
@@ -59,7 +59,7 @@ def _accumulates(group: Any) -> bool:
     )
 
 
-NOTHING = AroundParts()
+NOTHING = FsdpBytes()
 """Nothing is sharded."""
 
 
@@ -88,7 +88,7 @@ class _Bytes:
         return _Bytes(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
-def around_parts(model: nn.Module, parts: Mapping[str, nn.Module]) -> AroundParts:
+def fsdp_bytes(model: nn.Module, parts: Mapping[str, nn.Module]) -> FsdpBytes:
     """Return the bytes that FSDP2 needs around ``parts``, the planned modules by name; `NOTHING` if it shards none of
     the model's weights."""
     groups = {weight: group for group in groups_of(model) for weight in group.fsdp_params}
@@ -120,7 +120,7 @@ def around_parts(model: nn.Module, parts: Mapping[str, nn.Module]) -> AroundPart
         own[name] = early.gradients
         left[name] = others + (0 if whole else early.shard + late.gradients)
     outermost = outermost_groups(model)
-    return AroundParts(
+    return FsdpBytes(
         always=sum(one.gathered if group in outermost else one.kept for group, one in of_group.items())
         + whole * sum(one.summed for one in of_group.values()),
         forward=max(most.gathered, most.buffer) + (1 + _ahead(model, "forward")) * most.buffer,
