@@ -177,8 +177,8 @@ class _RecoverySearch:
         self.limit = tables.graph.size[target] // NEGLIGIBLE_RATIO
 
     def _is_resident(self, tensor: str) -> bool:
-        """Return whether a tensor is live when the target may be freed, after its last forward read, or counts as
-        live: it is small, or never freed."""
+        """Return whether a tensor counts as resident after the target's last forward read. Inputs, states saved once
+        and small tensors do, results of backward ops never, others if they are written before and needed later."""
         tables = self.tables
         if tensor in tables.inputs:
             return True

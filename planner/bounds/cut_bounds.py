@@ -137,8 +137,8 @@ class CutBounds:
     def solve(self, cuts: Sequence[int], effort: Effort, *, integer: bool) -> tuple[float, bool]:
         """Solve the integer program of the cuts or, unless ``integer``, its linear relaxation, and record the overhead
         that it proves. Return this overhead (infinite if no schedule fits, -infinite if nothing is proven), and whether
-        more time would prove no more. With ``integer``, the solution also updates ``rounded``, ``nearest`` and
-        ``loops``."""
+        more time would prove no more. An ``integer`` search replaces ``rounded`` (empty without a solution), extends
+        ``loops``, and sets ``nearest`` if it ended and the bound is reached."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
         rows = program.rows

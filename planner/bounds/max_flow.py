@@ -137,9 +137,9 @@ class CutNetwork:
     def _lay(
         self, graph: TrainingGraph, side: dict[int, int], resident: set[str], priced: list[float]
     ) -> None:
-        """Create the arcs of the network, as arrays of their ends, costs and bytes. ``side``: by op, its node.
-        ``resident``: tensors without a node, since the cut op reads them. ``priced``: by node of an op, from 2 on,
-        its cost."""
+        """Set ``tails``, ``heads``, ``cost`` and ``bytes`` of the network's arcs. ``side``: by an op's position, its
+        node, 0 if it cannot run before the cut. ``resident``: tensors without a node, since the cut op reads them.
+        ``priced``: the costs of nodes 2 and later."""
         # From op to sink: the cost of running it after the cut op. From op to tensor read: infinite (bytes
         # -1). From tensor to its writer: its bytes.
         # What an op with a node writes: the network of `holding` needs tensors that nothing reads before, too.

@@ -100,9 +100,9 @@ def own_limit(inverse: Op) -> float:
 
 
 def with_anchors(graph: TrainingGraph, limit: float | None = None) -> TrainingGraph:
-    """Return the problem without inexact inverses that would give a recovered tensor a predicted relative error above
-    ``limit``; with None, above the `own_limit` of the coarsest type in its recovery. Errors add up along chains of the
-    inverses that stay. `UsageError` unless ``limit`` is positive."""
+    """Return the problem without inexact inverses of anchors: tensors whose predicted relative error would exceed
+    ``limit`` (None: `own_limit` of the coarsest type in the recovery). Errors add up along chains of inverses, from 0
+    after an anchor. `UsageError` unless ``limit`` is positive."""
     if limit is not None and not limit > 0:
         raise UsageError(f"the largest inversion error is {limit:g}; it must be positive")
     if not any(inverse.noise for inverse in graph.inverses):

@@ -27,8 +27,8 @@ MOST_CHILDREN = 1024
 
 @inner
 def certified_peak(T: Tables, demanded: Ints, n: int, size: int, order: Ints) -> int:
-    """Return the bytes within which the first ``n`` tensors of ``demanded`` can be eliminated. ``size``: their bytes
-    together. ``order``: scratch space."""
+    """Return the peak if the first ``n`` tensors of ``demanded`` leave the set by rising value − size, each computed
+    just before within its value. ``size``: their bytes together. ``order`` is overwritten."""
     for i in range(n):  # insertion sort by value - size
         t = demanded[i]
         key, j = T.value[t] - T.size[t], i

@@ -83,8 +83,8 @@ def replay(
     runs: Ints, reads_at: Ints, reads: Ints, writes_at: Ints, writes: Ints, size: Ints, workspace: Ints,
     output: Flags, budget: int,
 ) -> Flags:  # fmt: skip
-    """Return which of ``runs``, all of which must be useful, are still needed if results stay resident until a later
-    run would compute them again, as far as ``budget`` bytes allow."""
+    """Return, by run, whether it is needed if results stay resident within ``budget`` bytes. Of results that a later
+    run computes again, those read last go first; if none is left, the budget is exceeded."""
     tensors = size.size
     read_at, read = places(runs, reads_at, reads, tensors)
     write_at, written = places(runs, writes_at, writes, tensors)

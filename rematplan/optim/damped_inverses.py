@@ -35,7 +35,8 @@ class Dense:
 
 @dataclass(frozen=True)
 class Spectral:
-    """(F + λ I)⁻¹ by r of F's n eigenvectors; exact if r = n."""
+    """The damped inverse (F + λ I)⁻¹ of a Kronecker factor F of n rows, from r of its eigenvectors. It is exact if
+    r = n; otherwise all other directions share one eigenvalue."""
 
     basis: Tensor
     """The eigenvectors, (…, n, r)."""

@@ -371,6 +371,8 @@ def _held(subject: Subject, found: Replay) -> str:
 
 
 def _times(subject: Subject, found: Replay) -> Any:
+    """Return a bar chart of the milliseconds of first and repeated runs, for the `MOST_OPS` kinds of op that take
+    longest."""
     rows = list(time_by_op(found, subject.kinds).items())[:MOST_OPS][::-1]
     names = [kind.removeprefix("aten.").removesuffix(".default") for kind, _ in rows]
     kinds = list(map(_text, names))

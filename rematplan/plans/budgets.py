@@ -261,8 +261,9 @@ def least_plan(
     starts: Sequence[Plan] = (),
     store: PlanStore | None = None,
 ) -> Plan:
-    """Search for the cheapest plan whose peak is at most the share `LEAN` of ``kind`` above the smallest found; store
-    and return it. ``time_limit`` (None: the strategy's) and ``starts`` serve `Auto`, `Anneal` and `ILP` only."""
+    """Search for the cheapest plan with a peak of at most 1 + ``LEAN[kind]`` times the smallest found; put it into
+    ``store`` under ``kind``, and return it. Only `Auto`, `Anneal` and `ILP` use ``time_limit`` (None: their own) and
+    ``starts``."""
     store, slack = PlanStore() if store is None else store, LEAN[kind]
     if isinstance(strategy, (Auto, Anneal, ILP)):
         limit = strategy.time_limit if time_limit is None else time_limit

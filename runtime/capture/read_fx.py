@@ -272,6 +272,8 @@ class _Reader:
         return Ref(self.alias.get(node.name, node.name))
 
     def _outputs(self, node: fx.Node) -> tuple[StepOutput, ...]:
+        """Return the outputs for which ``roles`` has a name, then the buffers' new contents; sizes are left out.
+        `NoGradients` if none is a gradient."""
         outputs = []
         results: Any = node.args[0]
         descriptions = node.meta.get("desc") or [None] * len(results)

@@ -98,8 +98,8 @@ class _Record:
 
     @contextmanager
     def thread(self) -> Iterator[None]:
-        """Record the present thread's allocator events inside the block, by PyTorch's legacy profiler: the newer
-        sees one thread only."""
+        """Append this thread's CPU allocations and frees in the block to ``events``, when the block ends. PyTorch's
+        legacy profiler can run in several threads at once, its newer one cannot."""
         settings = (False, True, False, False, False, ExperimentalConfig())
         enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *settings))
         try:

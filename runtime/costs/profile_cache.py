@@ -98,6 +98,8 @@ def _cost(time: float, workspace: int, results: list[int], library: int) -> Call
 
 
 def _write(file: Path, known: _Content) -> None:
+    """Write all entries to the file now. Note in ``known`` that nothing is unsaved, the file's stamp, and when the next
+    write is due."""
     began = time.monotonic()
     # `astuple` copies deeply: 0.3 s for 30,000 entries, instead of 0.01 s.
     rows = {

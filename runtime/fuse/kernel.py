@@ -227,7 +227,8 @@ class FusedKernel:
 
     @cached_property
     def _op(self) -> Callable[..., Any]:
-        """What generated code calls."""
+        """Return the function behind calls: it takes the open sizes, then the inputs, and copies inputs whose strides
+        are not the compiled ones. It returns a single output itself, several as a sequence."""
         run, several = self.compiled, len(self.sizes)
         fixed = tuple((tuple(t.shape), t.stride()) for t in self.ops.inputs)
         layouts: Callable[..., tuple[Layout, ...]] = self.open.layouts if self.open else lambda: fixed
@@ -305,6 +306,8 @@ def _tried(step: CapturedStep, region: Region, ops: RegionOps, run: Compiled) ->
 def _check_layouts(
     args: Sequence[torch.Tensor], found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> None:
+    """Raise `CannotFuse` if a result shares memory, or its shape, type, device or strides differ from the expected
+    ones, or its storage is larger."""
     storages = {t.untyped_storage()._cdata for t in (*args, *found)}
     if len(storages) < len({t.untyped_storage()._cdata for t in args}) + len(found):
         raise CannotFuse("two results share memory, or a result and an operand do")

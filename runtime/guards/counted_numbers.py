@@ -119,6 +119,8 @@ def expression_of(value: Any) -> Expression:
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Counted, *others: Any) -> Any:
+        """Return a counted number if all operands are plain or counted. Otherwise reveal the variables of the counted
+        ones, and return a plain result."""
         if any(getattr(type(other), "reads_tensors", False) for other in others):
             return NotImplemented  # the other number computes
         if not all(type(plain(other)) in (int, float, bool) for other in others):

@@ -43,9 +43,9 @@ ATEN = torch.ops.aten
 
 
 class ValueGuardRecorder(TorchDispatchMode):
-    """A context that records the decisions by values of a forward that is traced inside it with its backward, which
-    uses the same masks. ``buffers``, ``batch``: the real tensors. ``assumed``: the outcomes of the first tests for
-    infinite and NaN values, as far as known."""
+    """Records which decisions of a traced forward depend on values: call `begin` before each trace, and `guard`, once,
+    after the last. ``buffers``, ``batch``: the real tensors. ``assumed``: known outcomes of the first tests for
+    infinite and NaN values."""
 
     def __init__(
         self,

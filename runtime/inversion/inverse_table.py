@@ -172,9 +172,9 @@ training does not change."""
 
 
 def _scaled(x: Ref, factor: Any, y: Value, kernel: str, facts: Facts) -> Found:
-    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``). A known factor that is
-    too small or too large is refused, an unknown one left to `_bounded`. The growth of errors is noted in
-    ``facts.scales``."""
+    """Yield the rule for ``x`` from y = x · factor (``divide``) or x ÷ factor (``multiply``), or `Refused` if a known
+    factor is out of bounds. Integers yield nothing, `_bounded` handles unknown factors, and ``facts.scales`` gets the
+    error growth of known ones."""
     scale = (
         facts.known(factor.value) if isinstance(factor, Ref) else torch.tensor(factor, dtype=torch.float64)
     )

@@ -56,9 +56,9 @@ Numbers: TypeAlias = dict[tuple[nn.Module, str], Any]
 
 @contextmanager
 def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
-    """Record the new values of attributes of modules, if numbers, that this thread assigns in the block. Afterwards
-    restore the old values, and drop new ones that are equal. Raises `ModelError` after the block if it assigned another
-    tensor to a module's buffer."""
+    """Record what this thread assigns, in the block, to attributes of modules that were numbers before. Afterwards
+    restore these numbers, and drop equal ones from the record. `ModelError` after the block if another tensor was
+    assigned to a buffer."""
     thread, numbers, buffers, old = get_ident(), Numbers(), list[str](), Numbers()
     assign: Callable[..., None] = nn.Module.__setattr__
 

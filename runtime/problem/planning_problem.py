@@ -20,9 +20,9 @@ RNG_STATES = "rng_states"
 
 
 def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> TrainingGraph:
-    """Return the planning problem of a captured step, without a loss boundary. All views of a storage are one tensor.
-    Random ops read saved states or run once; collectives run once, in a fixed order. ``costs``: by name, for each call
-    and inverse that is no view."""
+    """Return a step's problem without a loss boundary. All views of a storage are one tensor; random ops read saved
+    states or run once; collectives run once, in order. Saved states and libraries' workspaces may be further inputs,
+    and measured results enlarge tensors. ``costs``: by name, of each call and inverse that is no view."""
     sizes = dict(step.storage_bytes)
     for name, cost in costs.items():
         for result, real in zip(step.call[name].results, cost.results, strict=False):

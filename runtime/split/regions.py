@@ -243,7 +243,9 @@ class _Growth:
         yield from self.use.readers.get(value, ())
 
     def _accepted(self, call: Call) -> dict[str, State] | None:
-        """Return the states of a call's values if it may be added to the region, otherwise None."""
+        """Return a call's states; None if another region has it, or its states conflict with the region's. None also if
+        it splits an output, adds a value that a call of the region reads whole, or sums other than losses and gradients
+        of weights."""
         if call.name in self.taken:
             return None
         found = states_of(self.step, call, self.states, self.indices)

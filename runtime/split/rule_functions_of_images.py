@@ -26,8 +26,8 @@ def convolution(one: Shaped) -> DimensionRule:
 
 
 def convolution_backward(one: Shaped) -> DimensionRule | None:
-    """As `convolution`; gradients of weights and biases are sums over the parts. None if one tensor is both gradient
-    and input."""
+    """Split a convolution's backward along images, and along pixels if it is pointwise; gradients of weight and bias
+    are sums. None if the output's gradient is also the input."""
     gradient, x, weight = (one.operand(at) for at in range(3))
     if gradient == x:
         return None

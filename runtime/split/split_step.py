@@ -66,8 +66,8 @@ def splittable(step: CapturedStep, regions: Iterable[SplitRegion]) -> tuple[Spli
 class _Splitter(SumEmitter):
     """Builds the new step for ``bounds``, by region the result of `bounds_of`.
 
-    A call is emitted after what it reads, which is made on demand: `_need` makes a whole value, `_part` a part. A
-    region's calls are emitted together, part after part; `_join` makes a whole result of the parts.
+    A call is emitted after what it reads: `_need` makes whole values, `_part` parts, `_join` a whole of parts. A
+    region's calls in one half (all, if its backward is early) are emitted together, part after part.
     """
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
@@ -99,6 +99,8 @@ class _Splitter(SumEmitter):
         """By call of a region, all calls of the region whose parts run together: those in the same half of the step."""
 
     def split(self) -> CapturedStep:
+        """Emit all calls, and return the new step with phases, without dead calls. `CannotSplit` if a region reads a
+        part of a value that lacks its axis."""
         for call in self.step.calls:
             if not call.is_view:
                 self._emit(call)

@@ -265,8 +265,8 @@ def _gradients(value: str, backwards: list[SecondBackward]) -> list[str | None]:
 
 
 def _samples_inside(step: CapturedStep, value: str, samples: int) -> bool:
-    """Return whether only the second dimension of a tensor has the batch's size, as in (time, batch, features). Of a
-    tensor with at most two dimensions, the tensor before its views decides."""
+    """Return whether a tensor's second dimension, but not its first, is of size ``samples``, as in (time, batch,
+    features). With at most two dimensions, the tensor of which it is a view decides; False if it is no view."""
     while True:
         shape = step.values[value].fake.shape
         if len(shape) > 2:
