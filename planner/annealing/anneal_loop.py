@@ -50,8 +50,8 @@ def keep_best(S: State) -> None:
 def anneal(P: Problem, S: State, moves: int, hot: float, cold: float, mode: int) -> int:
     """Make up to ``moves`` random moves of the sequence in ``S`` while the temperature falls from ``hot`` to ``cold``,
     and return how many. The price of bytes over the budget is adapted, and the cheapest sequence within the budget is
-    recorded in ``S``. ``mode``: as in `Annealer.cool`. The loop also ends if free slots or nodes run short; then a new
-    state is needed."""
+    recorded in ``S``. ``mode``: 1 changes the order alone, 2 ends once the sequence is within the budget. The loop also
+    ends if free slots or nodes run short; then a new state is needed."""
     feasible, temperature = 0, hot
     adapt = min(ADAPT, max(40, P.cost.size))
     rise = min(STEEP, S.value[GROWTH] ** adapt)

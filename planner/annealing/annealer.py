@@ -116,7 +116,8 @@ class Annealer:
         return int(made)
 
     def cool_slice(self, effort: Effort, moves: int, hot: float, cold: float, mode: int = ALL_MOVES) -> int:
-        """As `cool`, and count the moves and their CPU time in ``effort``."""
+        """Make up to ``moves`` random moves by `cool`, add them and their CPU time to ``effort``, and return how many
+        were made."""
         clock = time.thread_time()
         made = self.cool(moves, hot, cold, mode)
         effort.made(made, time.thread_time() - clock)

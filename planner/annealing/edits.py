@@ -174,7 +174,8 @@ def insert(P: Problem, S: State, node: int, op: int, right: int) -> None:
 @inner
 def remove(P: Problem, S: State, node: int) -> None:
     """Remove the run ``node``. Runs that read a tensor from it then read it from the latest earlier run that writes the
-    tensor, which must exist if there are such readers. Update and log as `insert` does."""
+    tensor, which must exist if there are such readers. Update live bytes, penalty, cost and the number of runs; log
+    nothing."""
     op, slot = S.op[node], S.links.slot[node]
     mem, cap, penalty = S.mem, S.cap, 0.0
     vacate(S, slot)

@@ -225,7 +225,8 @@ def propose(P: Problem, S: State, allowed: float, orders_only: bool) -> bool:
 @inner
 def propose_plain(P: Problem, S: State, allowed: float, kind: float) -> bool:
     """Make one random move in a problem without phases, chosen by ``kind`` in [0, 1). Return False if it failed; then
-    the caller must undo the edits made. ``allowed``: as in `propose`."""
+    the caller must undo the edits made. A move may be given up early if the energy would rise by more than
+    ``allowed``."""
     if PLAIN_REMOVE <= kind < PLAIN_SHIFT:
         return shift_one(P, S)
     if kind < PLAIN_ANY:

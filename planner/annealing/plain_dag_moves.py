@@ -164,8 +164,8 @@ def removal(P: Problem, S: State, node: int) -> float:
 
 @inner
 def remove_run(P: Problem, S: State, allowed: float) -> bool:
-    """Remove a random spare run, unless the energy would rise by more than ``allowed``, as `removal` estimates. Return
-    whether one was removed."""
+    """Remove a random spare run, unless the energy would rise by more than ``allowed`` according to the estimate
+    `removal`. Return whether one was removed."""
     node = random_spare(P, S)
     if node < 0 or removal(P, S, node) > allowed:
         return False

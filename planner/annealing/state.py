@@ -193,8 +193,8 @@ def run_before(L: Links, op: int, slot: int) -> int:
 
 @inner
 def far_run_before(L: Links, op: int, slot: int) -> int:
-    """Return what `run_before` does, by a search that begins at the run that the previous such search for ``op``
-    found."""
+    """Return the latest run of ``op`` before ``slot``, -1 if there is none. The search begins at the run that the
+    previous one for ``op`` found, and keeps its own for the next."""
     # In a sequence of 10^5 runs an op has hundreds, and searches that follow each other are mostly near each other.
     begin = L.first.size + op
     node = L.last[begin] if L.last[begin] >= 0 else L.last[op]

@@ -99,8 +99,8 @@ class AutoSession:
         )
 
     def find(self) -> Plan | None:
-        """Search as `plan` does, but return None if no plan is found that fits. An interrupt is raised again if no plan
-        fits yet."""
+        """Return the cheapest plan within the budget that the searches of this session find, with a proven lower bound;
+        None if none fits. An interrupt is raised again if no plan fits yet."""
         with self.bound_thread:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):

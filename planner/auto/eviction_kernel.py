@@ -230,7 +230,8 @@ def drop_unused(T: EvictionArrays, S: EvictionState, tensor: int, now: int) -> N
 
 @inner
 def evict(T: EvictionArrays, P: Policy, S: EvictionState, op: int, short: int, now: int) -> bool:
-    """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether there were enough.
+    """Evict the tensors with the largest scores until ``short`` more bytes are free. Return whether there were enough;
+    what was evicted stays evicted if not.
 
     What ``op`` reads and writes stays, as do tensors that `may_go` refuses. Tiny ones are evicted last, the largest
     first.
@@ -286,8 +287,9 @@ def returns(T: EvictionArrays, S: EvictionState, tensor: int, now: int) -> bool:
 
 @inner
 def score(T: EvictionArrays, P: Policy, S: EvictionState, tensor: int, now: int) -> float:
-    """Return the logarithm of a tensor's score by the policy ``P``; infinite if the tensor `returns`. Tensors with
-    larger scores are evicted first."""
+    """Return the logarithm of a tensor's score by the policy ``P``, infinite if the tensor `returns`; tensors with the
+    largest scores are evicted first. A finite score uses the next random number, and keeps the cost estimated at the
+    place ``now``."""
     if returns(T, S, tensor, now):
         return math.inf
     use = next_use(T, S, tensor, now)

@@ -81,8 +81,8 @@ def tables_of(graph: TrainingGraph, passes: int = 1) -> EvictionTables:
 
 
 def _build(graph: TrainingGraph, passes: int) -> EvictionTables:
-    """Return the tables of a problem. The results of an op that may run only once count as used until the last use of
-    what the forward computes from them. ``passes``: as in `tables_of`."""
+    """Return the tables of a problem, for at most ``passes`` passes. The results of an op that may run only once count
+    as used until the last use of what the forward computes from them."""
     ops, inputs, once = needed_ops(graph), set(graph.inputs), set(graph.never_rerun)
     written = [t for op in ops for t in op.writes]
     number = {t: k for k, t in enumerate(written)}

@@ -172,8 +172,9 @@ class Growth:
         return self._relaxed[cuts]
 
     def solve(self, cuts: Cuts) -> tuple[float, bool]:
-        """Solve the integer program of ``cuts``. Return the overhead that it proves (-inf if nothing), and whether more
-        time would prove nothing more. Its solution determines what `resident` returns.
+        """Solve the integer program of ``cuts``, unless it was solved to the end before. Return the overhead that it
+        proves (-inf if nothing), and whether more time would prove nothing more. If it has a solution, that determines
+        what `resident` returns.
 
         If ``search.vast`` holds, return (-inf, True).
         """

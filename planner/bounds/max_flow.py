@@ -76,7 +76,8 @@ def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -
 
 
 def flow_bound_of(network: CutNetwork, graph: TrainingGraph, cut: int, budget: int) -> float:
-    """Return what `flow_bound` does, for a given network of the cut."""
+    """Return the bound of the overhead that the cut of ``network`` proves at op ``cut``; infinite if no schedule fits,
+    -1 if sums would overflow."""
     room = budget - graph.input_bytes - working_sets(graph)[cut]
     if room < 0:
         return math.inf

@@ -120,8 +120,8 @@ class TailSearch:
         return False, looked
 
     def before(self, i: int, held: tuple[str, ...] = ()) -> float:
-        """Return a lower bound of the cost of what is run again before cut ``i``. ``held``: tensors that are resident
-        just before the cut."""
+        """Return a lower bound of the cost of what is run again before cut ``i``, as a share of running each op once.
+        ``held``: tensors that are resident just before the cut. Bounds are kept for later calls."""
         key, first = (i, held), self.first
         if first == self.cuts[i]:
             return 0.0

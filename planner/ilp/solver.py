@@ -80,9 +80,9 @@ class Solver:
         gap: float,
         hint: Mapping[int, float] | None = None,
     ) -> Answer:
-        """Minimise a program's cost within ``effort``; an empty `Answer` if stopped, too late, too large for the
-        moves left, or HiGHS fails. ``integer``: False relaxes all variables. ``gap``: of the cost, absolute.
-        ``hint``: a start, by variable."""
+        """Minimise a program's cost within ``effort``, to which the work is charged. Return an empty `Answer` if
+        stopped, too late, too large for the moves left, or HiGHS fails. ``integer``: False relaxes all variables.
+        ``gap``: of the cost, absolute. ``hint``: a start, by variable."""
         if self._stopped:
             return Answer()
         moves = max(MOVES, int(MOVES_PER_SQUARE[integer] * len(rows.columns) ** 2))
@@ -174,7 +174,7 @@ def _request(
     rows: Rows, seconds: float, integer: bool, gap: float, hint: Mapping[int, float]
 ) -> rpc_pb2.SolveRequest:
     """Return the message for HiGHS, with a limit: ``seconds`` or, if these are infinite, `NODES` nodes for an integer
-    program, and none for a continuous one. ``gap``, ``hint``: as in `Solver.solve`."""
+    program, and none for a continuous one. ``gap``: of the cost, absolute. ``hint``: a start, by variable."""
     request = rpc_pb2.SolveRequest(solver_type=parameters_pb2.SOLVER_TYPE_HIGHS, model=_model(rows, integer))
     seconds = max(0.01, seconds)
     if math.isfinite(seconds):

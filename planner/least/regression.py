@@ -112,9 +112,10 @@ def eliminate_all(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Eliminate tensors that are not frozen as long as that fits ``level`` bytes; ``demanded``, ``marks`` and
-    ``actions`` are changed in place. Return the number of tensors left, their bytes, and the number of actions written.
-    ``size``: bytes of the first ``n`` of ``demanded``. ``made``: number of actions written before."""
+    """Remove from the demanded set tensors that can be computed just before within ``level`` bytes, and are not frozen;
+    each removal is an action. Return the number of tensors left, their bytes, and the number of actions written.
+    ``demanded``, ``marks`` and ``actions`` are changed in place. ``size``: bytes of the first ``n`` of ``demanded``.
+    ``made``: number of actions written before."""
     while True:
         best, least = -1, NEVER
         for i in range(n):
@@ -145,8 +146,9 @@ def settle(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Apply the two rules of the search, as the module states them, until neither applies. Arguments, results and what
-    is changed in place are those of `eliminate_all`."""
+    """Eliminate what fits ``level`` bytes, and regress an op that fits, demands no more bytes, and on which nothing
+    else demanded depends, until neither is possible. Arguments, results and what is changed in place are those of
+    `eliminate_all`."""
     while True:
         n, size, made = eliminate_all(T, demanded, n, size, level, marks, frozen, actions, made)
         moved, below = False, T.reads_at.size
@@ -416,7 +418,8 @@ def _certified(T: Tables, demanded: Ints, size: int) -> int:
 
 
 def certified(tables: Tables, demanded: Sequence[int]) -> int:
-    """Return the bytes within which a set of tensors can be eliminated in the order of Sethi and Ullman."""
+    """Return the bytes within which a set's tensors can be computed one after another, in the order of Sethi and
+    Ullman; `NEVER` if one cannot."""
     if not demanded:
         return 0
     return min(NEVER, int(_certified(tables, np.array(demanded, np.int64), int(tables.size[demanded].sum()))))

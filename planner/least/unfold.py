@@ -134,7 +134,8 @@ class Unfolding:
         return [u for u in riders if not self.small.isdisjoint(self.small_writes[u])]
 
     def _eliminate(self, t: int) -> None:
-        """Compute a tensor from nothing just before, and note what that cost."""
+        """Put runs before the others that compute tensor ``t`` from nothing, and note in ``price`` what they cost.
+        `TooLong` if there are more than ``most`` runs."""
         before, v, frame = self.cost, self.maker[t], set[int]()
         self._regress(v, frame)
         self._finish(frame, self.values.recipe[v].tolist())

@@ -85,7 +85,8 @@ class Values:
 
     def improve(self, aim: int, limit: int, deepest: bool) -> None:
         """Search once more for each op whose value exceeds ``aim``, its own working set and the values of what it
-        reads. Stop when the effort is spent. ``limit``: states to expand for one op. ``deepest``: as in `search`."""
+        reads; smaller values replace the known ones. Stop when the effort is spent. ``limit``: states to expand for one
+        op. ``deepest``: of equal levels, whether the earliest state comes first instead of the smallest."""
         work = self.demands.work
         for v in np.flatnonzero(self.value > aim).tolist():
             if self.effort.over:

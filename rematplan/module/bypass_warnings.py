@@ -50,8 +50,8 @@ class BypassWarnings:
     """The hooks that wait for a backward before the first planned call."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Warn if a backward gives a gradient to one of the model's parameters before any planned module is called from
-        now on."""
+        """Add hooks to the trained parameters that warn once if a backward gives one a gradient before any planned
+        module is called from now on. That backward or `end_watch` removes them."""
         before, told = _planned_calls, False
 
         def tell(_: torch.Tensor) -> None:
@@ -86,7 +86,8 @@ class BypassWarnings:
 
     def run_and_warn(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
         """Return the result of ``call``, and warn, once for each ``what``, if its backward would give the module's
-        parameters gradients without a planned forward."""
+        parameters gradients without a planned forward. A warning also ends the watch. Without gradients, or in a mode,
+        nothing is checked."""
         if not torch.is_grad_enabled() or any_mode():
             return call()
         before = _FOUND.calls
@@ -105,8 +106,8 @@ class BypassWarnings:
 
 
 def watched_methods(kind: type[nn.Module], calls: Callable[[Any], BypassWarnings]) -> dict[str, Any]:
-    """Return the methods of a model's class, by name, as `BypassWarnings.run_and_warn` calls them, without special ones
-    and those of `nn.Module`. ``calls``: returns the `BypassWarnings` of a planned module."""
+    """Return replacements, by name, for the methods of a model's class, without special ones and those of `nn.Module`:
+    each runs by `BypassWarnings.run_and_warn`. ``calls``: returns the `BypassWarnings` of a planned module."""
     names = (name for name in dir(kind) if not (name.startswith("__") or hasattr(nn.Module, name)))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     return {name: _watched(kind, m, calls) for name, m in found.items() if isinstance(m, FunctionType)}

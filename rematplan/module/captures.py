@@ -85,7 +85,7 @@ class Captures:
 
     def entry(self, tracing: Tracing, planner: Planner, arrived: frozenset[str]) -> CacheEntry:
         """Return a new cache entry for a call: with a plan of other sizes if one is known to fit, else with a plan of
-        its own. ``arrived``: as in `UnplannedStep`."""
+        its own. ``arrived``: positions of outputs that are known to receive gradients."""
         shapes = self._of_call(tracing)
         known = self._with_known_plan(shapes, tracing, arrived)
         if known is not None:
@@ -118,8 +118,8 @@ class Captures:
             )
 
     def _captured(self, shapes: OpenShapes, tracing: Tracing) -> Found:
-        """Return the capture of a call: a ready one that serves it, else one of ``shapes`` or a new one. `ModelError`
-        for a model or arguments that cannot be planned."""
+        """Return the capture of a call: a ready one that serves it, else one of ``shapes`` or a new one; ``repeated``
+        counts calls of known sizes. `ModelError` for a model or arguments that cannot be planned."""
         tracing.check()
         for ready in self.ready:
             if ready.serves(tracing):
@@ -152,7 +152,7 @@ class Captures:
         self, shapes: OpenShapes, tracing: Tracing, arrived: frozenset[str]
     ) -> CacheEntry | None:
         """Return an entry with a plan of other sizes, without making the step of the call's sizes; None if no plan is
-        known to fit. ``arrived``: as in `UnplannedStep`."""
+        known to fit. ``arrived``: positions of outputs that are known to receive gradients."""
         for instance, guard in shapes.accepted(tracing.state, tracing.batch):
             forward, sizes = instance.forward, instance.sizes
             with suppress(NotSymbolic):
@@ -201,7 +201,8 @@ class Captures:
         arrived: frozenset[str],
     ) -> CacheEntry:
         """Plan a captured forward, and return its cache entry; `ModelError` if an output could not be captured. If
-        plans may serve other sizes, the forward's problem is learned for them. ``arrived``: as in `UnplannedStep`."""
+        plans may serve other sizes, the forward's problem is learned for them. ``arrived``: positions of outputs that
+        are known to receive gradients."""
         captured = with_expected_tangents(forward.step, arrived)
         found = planner.plan(captured)
         outputs = [o for o in found.step.outputs if o.kind == "output"]

@@ -124,8 +124,8 @@ class Tracing:
             raise NotCaptured(str(error)) from error.__cause__
 
     def _with_clean_caches(self) -> Found:
-        """Trace as `_fixed` does. If that fails because functions have cached tensors of a trace, empty these caches,
-        fill them in eager mode, and trace again."""
+        """Trace the forward and the backward. If that fails because functions have cached tensors of a trace, empty
+        these caches, fill them in eager mode, trace again, and empty them."""
         try:
             return self._fixed()
         except NoGradients:

@@ -19,7 +19,8 @@ def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | Non
 
 
 class _Comparison:
-    """Compares two captured steps. ``names``: as `names_of` returns it."""
+    """Compares two captured steps. ``names``: by the name of a call or value in one, its name in the other; None if the
+    steps differ in more than names."""
 
     def __init__(self, step: CapturedStep, other: CapturedStep) -> None:
         self.step, self.other = step, other
@@ -45,7 +46,8 @@ class _Comparison:
         return (a.kind, a.target) == (b.kind, b.target) and self._names.get(a.value) == b.value
 
     def _call(self, a: Call, b: Call) -> bool:
-        """Return whether two calls are equal apart from names, and record the names of the call and its results."""
+        """Return whether two calls are equal apart from names. Record the call's name, and the results' names if the
+        calls are equal; with different numbers of results, record nothing."""
         if len(a.results) != len(b.results):
             return False
         known = self._names

@@ -51,8 +51,8 @@ class Running:
         return self.refinement is not None and self.refinement.ready
 
     def swap(self) -> StepPlan:
-        """Replace the plan by the better one of `improved`, and return that one. Calls in progress continue with the
-        old plan."""
+        """Replace the plan by the better one of `improved`, and return that one; calls in progress continue with the
+        old plan. If all first runs of the old plan passed their comparison, the new one is not compared."""
         assert self.refinement is not None
         before = self.compiled
         found, self.compiled = self.refinement.take()

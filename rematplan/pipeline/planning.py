@@ -80,7 +80,8 @@ def plan_stages(
 
 def _best(searches: list[PipelineSearch], cuts: Mapping[str, Cuts], seconds: float) -> PlannedPipeline:
     """Return the pipeline with the least makespan that the searches find in ``seconds``; `InfeasibleBudget` if none
-    fits. ``cuts``: by schedule, those that are given."""
+    fits. ``cuts``: by schedule, those that are given. The list ``searches`` is sorted, and each search gets its share
+    of the time."""
     refused: list[InfeasibleBudget] = []
     best: PlannedPipeline | None = None
     if len(searches) > 1:  # to bound a makespan takes as long as to choose cuts
@@ -107,6 +108,8 @@ def _best(searches: list[PipelineSearch], cuts: Mapping[str, Cuts], seconds: flo
 def _searches(
     chains: Mapping[str, NamedChain], asked: PipelineRequest, progress: Progress
 ) -> Iterator[PipelineSearch]:
+    """Yield a search, not run yet, for each possible schedule; without an explicit request, no dataflow without
+    inverses. The first `UsageError` is raised if no schedule is possible."""
     errors: list[UsageError] = []
     some = False
     for name, chain in chains.items():

@@ -154,6 +154,8 @@ class Pipeline:
         return kind(own, n_microbatches=self.order.microbatches, loss_fn=loss_fn, **more)
 
     def __str__(self) -> str:
+        """Return lines of text: for each rank and stage the micro-batches in flight, bytes and microseconds of
+        recomputation, and for each rank its buffers and peak."""
         lines = [
             f"{self.order.name}, {self.order.microbatches} micro-batches, budget {show_bytes(self.budget)} a rank"
         ]

@@ -36,8 +36,8 @@ def schedule_named(
     name: str, ranks: int, microbatches: int, *, each: int | None = None, hop: float = 0.0
 ) -> PipelineSchedule:
     """Return the schedule called ``name``: for each rank, the order of its actions (forwards and backwards of stages).
-    ``each``: stages on a rank, if not as usual; ``hop``: for ``dataflow``, as in `plan_pipeline`. `UsageError` if there
-    is none for these numbers."""
+    ``each``: stages on a rank, if not as usual. ``hop``: for ``dataflow``, a message's time divided by that of a
+    stage's forward and backward. `UsageError` if there is none for these numbers."""
     if name not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
     if ranks * microbatches > MOST:
@@ -70,7 +70,7 @@ def _frees_outputs() -> bool:
 
 def schedule_of_stages(name: str, stages: int, microbatches: int, hop: float = 0.0) -> PipelineSchedule:
     """Return the schedule called ``name`` for so many stages, as many on each rank as usual; `UsageError` if there is
-    none. ``hop``: as of `schedule_named`."""
+    none. ``hop``: for ``dataflow``, a message's time divided by that of a stage's forward and backward."""
     each = STAGES_A_RANK if name in VIRTUAL else 1
     if stages % each:
         raise UsageError(f"{name} has {each} stages on each rank; {stages} stages are not a multiple of that")

@@ -179,9 +179,10 @@ def plan_within(
     starts: Sequence[Plan] = (),
     hurried: bool = False,
 ) -> Plan:
-    """Return a plan within ``budget`` bytes by a search from ``starts``, and from stored plans if the strategy resumes,
-    and store it. If none is found, or a stored refusal still holds, raise `InfeasibleBudget`. ``hurried``: whether a
-    budget below a proven floor is refused without a search, if the strategy resumes."""
+    """Search for a plan within ``budget`` bytes from ``starts``, and from stored plans if the strategy resumes; store
+    and return it. If none is found, store and raise `InfeasibleBudget`; a stored refusal that still holds is raised
+    without a search. ``hurried``: whether a budget below a proven floor is refused without a search, if the strategy
+    resumes."""
     store = PlanStore() if store is None else store
     limit = float(getattr(strategy, LIMIT, 0.0))
     stored = (*starts, *stored_plans(strategy, graph, store))

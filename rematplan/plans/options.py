@@ -117,6 +117,7 @@ class PlanOptions:
     kernels: str = EAGER_KERNELS
 
     def __post_init__(self) -> None:
+        """Raise `UsageError` if there is no budget, or an option is malformed, unknown or excluded by another."""
         if self.budget is None and self.saved is None:
             raise UsageError(
                 "there is no budget: state one, such as budget='8GiB', or strategy=SavedPlan('plan.json')"

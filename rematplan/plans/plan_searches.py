@@ -60,7 +60,8 @@ def _searched(
     options: PlanOptions, store: PlanStore, graph: TrainingGraph, budget: Budget, progress: Progress
 ) -> Plan:
     """Return a plan of a problem: one on disk that needs no further search, or one found at once and refined later,
-    else that of a search. For ``min`` and ``least`` it always searches. `InfeasibleBudget` if no plan is found."""
+    else that of a search. It is put into ``store``. For ``min`` and ``least`` it always searches; `InfeasibleBudget` if
+    no plan is found."""
     amount, chosen = budget.fixed, options.strategy
     if amount is None:
         return least_plan(chosen, graph, progress, kind=budget.kind, store=store)

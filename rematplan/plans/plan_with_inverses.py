@@ -34,7 +34,8 @@ def plan_either(
 ) -> tuple[TrainingGraph, Plan]:
     """Plan a step as the problem ``plain`` and as ``inverted``, which has inverses that round in addition; as ``plain``
     alone if its plan within a budget in bytes recomputes nothing. Return the better plan's problem and plan;
-    `InfeasibleBudget` if none is found. ``hurried``: as in `plan_within`."""
+    `InfeasibleBudget` if none is found. ``hurried``: whether a budget below a proven floor is refused without a
+    search."""
     compile_kernels(progress)  # before the clock starts
     amount = None if budget.is_lean else budget.of(plain)
     store = PlanStore() if store is None else store
@@ -43,6 +44,8 @@ def plan_either(
     failed: list[InfeasibleBudget] = []
 
     def search(graph: TrainingGraph, share: float, starts: Sequence[Plan]) -> Plan | None:
+        """Return a plan of ``graph`` from a ``share`` of the effort left. None if none fits, which ``failed`` records,
+        or if an earlier plan within the budget recomputes nothing."""
         if nothing_to_save:
             return None
         part = replace(auto, time_limit=share * effort.left)

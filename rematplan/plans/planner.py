@@ -214,8 +214,8 @@ class Planner(StepProblems):
         return replace(self, held={**self.held, EARLIER: held}), names
 
     def instead(self, step: CapturedStep, error: InfeasibleBudget, first: bool) -> Plan:
-        """Raise ``error``, or return a plan to use although no plan fits, as ``on_infeasible`` says
-        (`on_infeasible.plan_over_budget`)."""
+        """Return a plan to use although no plan fits (`plan_over_budget`). Raise ``error`` for a saved plan, if
+        ``on_infeasible`` is ``raise``, or if that is unset and the plan is the ``first``."""
         how = reaction(self.options, first)
         if how == RAISE:
             raise error

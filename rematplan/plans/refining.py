@@ -131,6 +131,8 @@ class Refining:
             self._ended.set()
 
     def _take_in(self, plan: Plan, compiled: Callable[[StepPlan], Any]) -> None:
+        """Put a plan that the search found into ``store``, and raise ``floor`` to its proven bound. If the plan is the
+        cheapest so far and `finish` keeps it, compile it, for `take`."""
         self.store.put(self.wanted.problem, self.wanted.budget, plan)
         if plan.lower_bound is not None:
             self.floor = plan.lower_bound if self.floor is None else max(self.floor, plan.lower_bound)

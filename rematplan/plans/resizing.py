@@ -93,8 +93,9 @@ class Resizing:
         self._number_of_free = {name: -1 - t for t, name in enumerate(self.problem.producer)}
 
     def add(self, sizes: Sequence[int], nominal: Ints, problem: TrainingGraph) -> bool:
-        """Add the problem at further sizes. Return False, and do not add it, if its ops, tensors or names differ from
-        ``self.problem``. ``sizes``, ``nominal``: as in `Corner`."""
+        """Add the problem at further sizes, in place of one at the same sizes. Return False, and do not add it, if its
+        ops, tensors or names differ from ``self.problem``. ``sizes``: the values of the step's expressions of sizes;
+        ``nominal``: the bytes of its storages."""
         mine = self.problem
         if problem is not mine and (
             problem.structure != mine.structure
