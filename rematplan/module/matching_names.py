@@ -23,6 +23,7 @@ class _Comparison:
     steps differ in more than names."""
 
     def __init__(self, step: CapturedStep, other: CapturedStep) -> None:
+        """Compare the steps now, and set ``names``: None if they differ in more than names."""
         self.step, self.other = step, other
         self._names: dict[str, str] = {}
         self._storages: dict[str, str] = {}

@@ -67,6 +67,8 @@ class Runner:
         statistics: Kronecker | None = None,
         ready: ReadyCapture | None = None,
     ) -> None:
+        """Make a runner without plans. ``name``: the model's, for messages; ``statistics``: what its steps may also
+        compute, None for nothing."""
         self.name, self.planner, self.asked = name, planner, asked
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)

@@ -118,6 +118,8 @@ class _RangeSearch:
     def __init__(
         self, problems: ProblemRange, budget: int, auto: Auto, progress: Progress, store: PlanStore
     ) -> None:
+        """Group the sizes by the structure of their problems, and take the stored plans of each structure. ``auto``:
+        its time limit is for all sizes together."""
         self.problems, self.budget, self.auto, self.progress = problems, budget, auto, progress
         self.families: dict[str, PlanFamily] = {}
         self.amounts: dict[int, Amounts] = {}

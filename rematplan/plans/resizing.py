@@ -76,6 +76,7 @@ class Resizing:
     """The searches that are running."""
 
     def __post_init__(self) -> None:
+        """Number tensors, storages, ops and inverses, since sizes and schedules are evaluated as arrays."""
         number = {name: at for at, name in enumerate(self.storages)}
         tensors = self.problem.tensors
         self._positions: TensorPositions = tensor_positions(self.problem)

@@ -160,6 +160,8 @@ class _Reader:
         self.inputs.append(StepInput(kind, target, node.name))
 
     def _constant(self, node: fx.Node) -> None:
+        """Add the tensor of a ``get_attr`` node to the step, as a constant and an input. `ModelError` if it is no dense
+        tensor or requires a gradient."""
         tensor = getattr(self.module, str(node.target))
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(

@@ -64,6 +64,8 @@ class SameObjects:
     functions, classes and all beyond `_MOST` objects are left out."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
+        """Copy the attributes of the objects in ``arguments`` and below, with the containers in these, up to `_MOST`
+        objects."""
         self._before: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]] = []
         seen: set[int] = set()
         todo = list(arguments)

@@ -53,6 +53,8 @@ class SameContents(TorchDispatchMode):
         """By storage that was written, the storage and a copy of it from before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op after copying the storages that it is about to write, except those copied before or created inside
+        the statement. Note the storages that it creates."""
         del types
         kwargs = kwargs or {}
         for storage in _written(func, args, kwargs):

@@ -28,6 +28,8 @@ class UntiedModule(nn.Module):
     tied. A tracer would give a tied weight two gradients, where autograd has one, summed in its order."""
 
     def __init__(self, module: nn.Module, open_: bool = False, counts: int = 0) -> None:
+        """Take each parameter and buffer of ``module`` once, under a new name. ``open_``: whether the batch has open
+        sizes. ``counts``: how many tensors after the batch only carry numbers of selected elements."""
         super().__init__()
         self.open = open_  # whether the batch has open sizes
         self.counts = counts  # how many tensors after the batch only carry numbers of selected elements

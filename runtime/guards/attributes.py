@@ -37,6 +37,8 @@ class Reads:
     attributes. Inside `reads_of`, each access calls a method ``note_…``."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        """Find the holders: ``modules`` and the records in their attributes, with the classes whose attribute access
+        must be replaced."""
         self.owners: dict[int, Owner] = {}
         """Where each module and record is, by the id of its ``__dict__``, which a planned module shares with its
         model."""
@@ -233,6 +235,8 @@ def reads_of(modules: Sequence[nn.Module]) -> Iterator[Reads]:
 
     def noting(get: Any) -> Any:
         def noted(holder: Any, name: str) -> Any:
+            """Return what ``get`` returns and record the read; `Reads.use` may replace the value. Nothing is recorded
+            in other threads; a read of ``__dict__`` counts as one of the attributes that the reader names."""
             if get_ident() != thread:
                 return get(holder, name)
             if name == "__dict__":

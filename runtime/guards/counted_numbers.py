@@ -119,8 +119,8 @@ def expression_of(value: Any) -> Expression:
 
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Counted, *others: Any) -> Any:
-        """Return a counted number if all operands are plain or counted. Otherwise reveal the variables of the counted
-        ones, and return a plain result."""
+        """Return a counted number if all operands are plain or counted; else reveal the counted ones and return a plain
+        result. NotImplemented if an operand is a `ReadNumber`, which then computes."""
         if any(getattr(type(other), "reads_tensors", False) for other in others):
             return NotImplemented  # the other number computes
         if not all(type(plain(other)) in (int, float, bool) for other in others):
@@ -144,6 +144,8 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _comparing(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Counted, *others: Any) -> Any:
+        """Record a comparison of plain or counted numbers with its outcome, and return that. With another operand,
+        reveal this number and compare plainly; NotImplemented if the operand is a `ReadNumber`."""
         if any(getattr(type(other), "reads_tensors", False) for other in others):
             return NotImplemented
         if not all(type(plain(other)) in (int, float, bool) for other in others):

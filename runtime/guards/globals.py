@@ -95,6 +95,8 @@ class GlobalReads:
     arguments, whose objects count too."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: Sequence[Any] = ()) -> None:
+        """Look up all these values now, from the classes, attributes and hooks of ``modules`` on, and in what is found,
+        until nothing new is met."""
         self.shelves: dict[int, _Shelf] = {}
         self.waiting: list[tuple[Any, Names]] = []
         self.met: set[tuple[int, Names]] = set()

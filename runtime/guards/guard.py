@@ -44,7 +44,8 @@ class Guard:
         decided: ValueGuard,
         conditions: Sequence[Comparison | KnownKeys | IsNone] = (),
     ) -> None:
-        # ``conditions``: what must hold of values that the forward changes in each call, such as counters.
+        """Sort what the forward ``found`` into tables that are compared in few calls. ``conditions``: what must hold of
+        values that the forward changes in each call, such as counters."""
         modules: list[tuple[int, Found]] = []
         items: list[tuple[Any, Found]] = []
         attributes: list[tuple[Any, Found]] = []

@@ -82,6 +82,8 @@ class ModuleTree:
     C. It keeps the module's ``__dict__`` and submodules, not the module: a reference cycle otherwise."""
 
     def __init__(self, module: nn.Module) -> None:
+        """List the submodules of ``module``, their hooks, and the names under which they have parameters and buffers. A
+        tied tensor counts under its first name."""
         named = list(module.named_modules())
         self.parts = [m for _, m in named][1:]  # without the module, to avoid a reference cycle
         self.attributes = Namespaces(m.__dict__ for _, m in named)

@@ -116,6 +116,8 @@ def imports_kept(contents: Mapping[int, tuple[Any, Any]]) -> Iterator[None]:
     thread, importing, own = get_ident(), False, _of_bootstrap("_find_and_load")
 
     def loaded(name: str, *further: Any) -> Any:
+        """Import a module. Unless it is known, imported by another one or in another thread, add to ``contents`` what
+        containers gain meanwhile."""
         nonlocal importing
         if importing or name in sys.modules or get_ident() != thread:
             return own(name, *further)

@@ -277,6 +277,8 @@ def product(text: str) -> Rule:
     summed = frozenset(left) - frozenset(right) - {","}
 
     def rule(one: Shaped) -> DimensionRule:
+        """Label dimensions by the letters of ``text``, except those along which a bias is broadcast. Without labels
+        nothing is split: one tensor is both operands with unequal labels."""
         result = one.shape(one.results[0])
         labels: dict[str, Labels] = {one.results[0]: tuple(right)}
         pairs = list(zip((r.value for r in one.call.args[: len(operands)]), operands, strict=True))

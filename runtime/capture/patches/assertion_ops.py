@@ -75,6 +75,8 @@ class Checks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an op. An assertion becomes an op with a result; an unknown truth value becomes the assumed one, with an
+        op that asserts it. Their results join ``results``."""
         del types
         if func is ATEN._is_all_true.default:  # called by torch.distributions, which raises if false
             return torch.tensor(self._assert(ATEN.all.default(*args), _VALID))

@@ -29,6 +29,8 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
     ] = {}  # each context is the node of the graph: kept, so that its id is
 
     def watched(kind: Kind) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+        """Return methods of ``kind`` (forward, backward, setup_context). For each call in this thread, they run inside
+        contexts that ``watch`` gives."""
         first, again, set_up = kind.forward, kind.backward, kind.setup_context
         pending: list[EachRun] = []
 
@@ -82,6 +84,9 @@ def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
         return run(kind, args)
 
     def apart(kind: Kind) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+        """Return methods of ``kind`` (forward, backward, setup_context). The forward keeps the graph of a run on
+        detached inputs; the backward differentiates that graph."""
+
         def forward(context: Any, *args: Any) -> Any:
             if not _is_of(context, kind):
                 return forwards[kind][0](context, *args)

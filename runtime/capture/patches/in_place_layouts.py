@@ -96,6 +96,8 @@ class InPlaceLayouts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an op, and give what it writes in place the strides of eager mode. `ModelError` if that is a constant, or
+        windows (``unfold``) of a tensor."""
         del types
         written = args[0] if args and _writes_first(func) else None
         if _is_constant(written):

@@ -57,6 +57,8 @@ class _Ops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an op; record a user's op that writes into arguments instead, or raise `ModelError` if it returns more
+        than tensors. A copy into the gradient of an output is left out."""
         del types
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and _is_gradient_given(args[0]):

@@ -29,6 +29,8 @@ def sizes_computed_once() -> Iterator[None]:
     tracing = get_ident()
 
     def kept(name: str) -> Any:
+        """Return the operation ``name`` of symbolic sizes. In the tracing thread it computes a result once for each
+        pair of expressions and tracer."""
         original, results = getattr(SymNode, name), dict[Any, Any]()
 
         def operation(a: Any, b: Any) -> Any:

@@ -27,6 +27,8 @@ def written_data(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     places, memories = {id(t) for t in tensors}, {_location(t)[0] for t in tensors}
 
     def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """Copy ``data`` into a parameter, buffer or input; other untraced tensors, and other threads, get it as data.
+        `ModelError` for a computed tensor, another shape or type, or memory of another such tensor."""
         if get_ident() != thread or not (id(tensor) in places or isinstance(tensor, FunctionalTensor)):
             DATA.__set__(tensor, data)
         elif _location(data) == _location(tensor):
