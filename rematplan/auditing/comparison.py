@@ -146,6 +146,8 @@ def _recomputing(seen: Watched) -> tuple[Kind, ...]:
 
 
 def _plain_results(step: Step, kinds: tuple[Kind, ...]) -> list[Results]:
+    """Return the results of a step without checkpointing of these ``kinds``; `ModelError` if the user's code fails
+    without it."""
     try:
         return results_of(step, partial(plain_path, kinds))
     except (UsageError, ModelError):

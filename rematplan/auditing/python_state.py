@@ -100,6 +100,8 @@ def title(function: Any) -> str:
 
 
 def _attributes(name: str, owner: Any) -> Holder:
+    """Return what reads and writes the attributes of ``owner``, in its slots and ``__dict__``. Writing deletes
+    attributes that are not among the values."""
     slots = [] if isinstance(owner, nn.Module) else slot_names(type(owner))
 
     def read() -> dict[str, Any]:

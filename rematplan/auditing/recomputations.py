@@ -151,6 +151,8 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def modules(self) -> Iterator[None]:
+        """In the block, note in ``running`` which modules run, each with the autocast state at its start."""
+
         def enter(module: nn.Module, _args: Any) -> None:
             self.running.append((self.names.get(id(module), self.module()), autocast_state()))
 
@@ -177,6 +179,8 @@ class _Recorder(TorchDispatchMode):
         return now if at_start is None or any(on for _, on, _ in now) else at_start
 
     def checkpoint(self, kind: str, args: tuple[Any, ...]) -> Callable[[], Any]:
+        """Add a checkpoint's region to those seen, and return what makes the context of each of its runs. ``kind``:
+        reentrant or not."""
         nested = [t for a in args if not isinstance(a, torch.Tensor) for t in pytree.tree_leaves(a)]
         region = Region(
             kind,
@@ -196,6 +200,8 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def run_of(self, region: Region) -> Iterator[None]:
+        """Count a run of a region, open during the block. Host states are noted around the first run and before the
+        second; later runs are recomputations and begin without running modules."""
         region.times += 1
         depth, outer = len(self.running), list(self.running)
         if region.times <= 2:

@@ -50,6 +50,8 @@ def sized_model(name: str, vary: str, dims: Dims, asked: Question, loss: str | N
 
 
 def _loaded(name: str, vary: str, dims: Dims, asked: Question, loss: str | None) -> SizedModel:
+    """Return a model of the zoo or of a file whose dimension ``vary`` varies; `UsageError` if it has no such dimension
+    of known size."""
     known = ZOO[name].sizes if name in ZOO else dims
     if vary not in {**known, **dims}:
         shown = f"its sizes are {', '.join(known)}" if name in ZOO else f"state its size: --dim {vary}=8"
@@ -151,6 +153,8 @@ def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None
 
 
 def _called(name: str, function: Callable[..., Any], sizes: Dims) -> tuple[nn.Module, Any]:
+    """Return the module and the inputs that a user's ``function`` makes for ``sizes``; `UsageError` if it fails or
+    returns something else."""
     try:
         made = function(**sizes)
     except (Exception, SystemExit) as error:  # of any kind, in the user's code

@@ -131,6 +131,8 @@ def is_problem(args: argparse.Namespace) -> bool:
 
 
 def _load_model(args: argparse.Namespace, out: Output, runs: bool) -> Source:
+    """Load a model and price its step, without weights if nothing runs or is measured. `UsageError` if the strategy is
+    ``reversible`` and nothing can be inverted."""
     costs = costs_of(args)
     strategy = getattr(args, "strategy", None) or ()
     reversible = Reversible.name in ([strategy] if isinstance(strategy, str) else strategy)

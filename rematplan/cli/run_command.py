@@ -77,6 +77,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _status(argv: Sequence[str] | None) -> int:
+    """Run the command that ``argv`` states, and return its exit status. Errors of rematplan, of files and of lacking
+    memory are printed in one line; others are raised."""
     try:
         args = parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
         with _warnings_in_one_line():

@@ -248,6 +248,8 @@ class KFAC(Optimizer):
         self._give_away([layer.name for layer in late])
 
     def _give_away(self, names: list[str]) -> None:
+        """Move the parameters of the layers ``names`` to the other optimizer, which is made if there is none. Without
+        names, nothing happens."""
         if not names:
             return
         parameters = [p for name in names for p in self._layers.pop(name).parameters]

@@ -196,6 +196,8 @@ class WholeOrParts(Runner):
             self._drop_plans()
 
     def _new(self, tracing: Tracing) -> CacheEntry:
+        """Return a new entry for a call. Unless the model stays whole, raise `CapturedAnew` after `MANY` graphs of
+        known sizes, or separate captures of as many sizes as plans are kept."""
         why = ""
         if self.captures.repeated >= MANY:
             why = (

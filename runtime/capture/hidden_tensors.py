@@ -24,7 +24,8 @@ def check_dense(tensors: Iterable[torch.Tensor], what: str) -> None:
 
 def check_no_hidden_tensors(leaves: Sequence[Any], what: str, called_later: bool = False) -> None:
     """Raise `ModelError` for an object with tensors that PyTorch's pytrees do not find, as in unregistered classes.
-    ``what``: the beginning of the message; ``called_later``: as in `hides_tensors`."""
+    ``what``: the beginning of the message. ``called_later``: whether an object's closure or bound instance is searched,
+    too."""
     for one in leaves:
         if hides_tensors(one, called_later):
             raise ModelError(

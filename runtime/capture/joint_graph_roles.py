@@ -68,6 +68,8 @@ class PositionRoles:
 
 
 def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
+    """Return the kind and target of a joint graph's input; an error is raised for the gradient of an input that the
+    forward changes."""
     kind = type(description).__name__
     if kind == "ParamAOTInput":
         return "parameter", description.target
@@ -81,6 +83,8 @@ def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKi
 
 
 def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
+    """Return the kind and target of a joint graph's output, None for other kinds; an error is raised for an argument
+    that the forward changes."""
     kind = type(description).__name__
     if kind == "PlainAOTOutput":
         return "output", str(description.idx)

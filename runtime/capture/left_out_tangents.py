@@ -87,6 +87,8 @@ class _Reduced:
         self.step = self._finished(missing, left_out, calls) if self.possible else None
 
     def _call(self, call: Call) -> Iterator[Call]:
+        """Yield what replaces a call: nothing if it makes only zeros or equals a summand, else the call, after those
+        that create zeros for it. Where bits would change, ``possible`` becomes false."""
         results = call.made
         if results and self.zeros.values.issuperset(results):
             self.possible &= not call.seeded  # removing it would change later draws

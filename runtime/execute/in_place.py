@@ -135,7 +135,8 @@ def reused_bytes(
 
 
 def reused_bytes_of_all(step: CapturedStep, operands: Operands, schedule: Schedule) -> tuple[int, ...]:
-    """Return what `reused_bytes` does, for code that runs all entries of a schedule: that of a dataflow's stage."""
+    """Return, by position, the bytes that a schedule counts although results are in overwritten operands. All its
+    entries run in one function, as those of a dataflow's stage do."""
     reused = [0] * len(schedule)
     for start, end, value in _reuses(operands, schedule):
         for at in range(start, end):

@@ -226,6 +226,7 @@ def name_of(region: Region) -> str:
 
 
 def _call(step: CapturedStep, region: Region, kernel: FusedKernel) -> Call:
+    """Return the call of ``kernel`` that replaces the calls of ``region``."""
     last = step.call[region.names[-1]]
     modules = {step.call[name].module for name in region.names}
     return Call(

@@ -102,7 +102,8 @@ WRITE: OpOverload = torch.ops.rematplan.write.default
 
 
 def write(writer: WritingCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Record a writing call in a trace, and return what `WritingCall.results` does."""
+    """Record the call of ``writer`` in a trace. Return the tensors that its function returns, then copies of those that
+    it writes; ``tensors`` are unchanged."""
     if writer not in _WRITERS:
         _WRITERS.append(writer)
     found: list[torch.Tensor] = WRITE(_WRITERS.index(writer), tensors)

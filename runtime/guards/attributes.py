@@ -75,6 +75,8 @@ class Reads:
             self._look_into(module, (at, ()))
 
     def _look_into(self, holder: Any, owner: Owner) -> None:
+        """Note a holder's position, and those of the records in its attributes, down to `_DEPTH` attributes below a
+        module, with their classes."""
         self.owners.setdefault(id(vars(holder)), owner)
         self.holders[owner] = holder
         self.things.add(id(holder))
@@ -156,8 +158,9 @@ class Reads:
             self.inherited.setdefault(owner, {})[name] = None
 
     def note_answer(self, holder: Any, name: str, value: Any) -> None:
-        """Record that a record's ``__getattr__`` returned ``value``. If ``value`` is such a record too, and ``holder``
-        at most `_DEPTH` attributes below its module, the answers of ``value`` are recorded instead."""
+        """Record that a record's ``__getattr__`` returned ``value``, if ``answering`` has the record and ``name`` does
+        not begin with ``__``. If ``value`` is such a record too, and ``holder`` at most `_DEPTH` attributes below its
+        module, the answers of ``value`` are recorded instead."""
         owner = self.answering.get(id(holder))
         if owner is None or name.startswith("__"):
             return

@@ -64,7 +64,8 @@ class Table:
         return self._holds(places.pick(self.places), places.pick(self.without))
 
     def holds_once(self, places: Sequence[Any]) -> bool:
-        """Return what `holds` returns, for a list that is made for this call only."""
+        """Return whether ``places``, a list made for this call only, have this table's values, the same or by
+        `snapshots.same`, and no absent name."""
         return self._holds(self.places(places), self.without(places))
 
     def _holds(self, places: Sequence[Any], without: Sequence[Any]) -> bool:

@@ -212,8 +212,8 @@ class OpTape:
         return self._decided(of, arguments, {})
 
     def outcome(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` as `read` does, also for drawn numbers. Raises DataDependentOutputException if the
-        arguments are unknown."""
+        """Return ``of(*arguments)`` for the real tensors, recorded as a decision, also if they depend on drawn numbers.
+        Raises DataDependentOutputException if the arguments are unknown."""
         if not self.knows(arguments):
             raise DataDependentOutputException(ATEN._local_scalar_dense.default)
         return self._decided(of, arguments, {})

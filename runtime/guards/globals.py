@@ -129,6 +129,7 @@ class GlobalReads:
         self._note_absent()
 
     def _follow(self) -> None:
+        """Look up what waits until nothing does, and note the values found; what these refer to waits in turn."""
         while self.waiting:
             thing, names = self.waiting.pop()
             for holder, values, wanted, named in self._places(thing, names):
@@ -196,6 +197,8 @@ class GlobalReads:
             self._meet(thing, named_in(function.__code__))
 
     def _meet(self, thing: Any, names: Names) -> None:
+        """Let an object wait to be looked up for the names ``names``, unless it was. A generator is noted, and a
+        seeding function's name."""
         if isinstance(thing, GENERATORS):
             self.generators[id(thing)] = thing
         if thing is torch.default_generator:
@@ -207,8 +210,9 @@ class GlobalReads:
             self.waiting.append((thing, names))
 
     def _places(self, thing: Any, names: Names) -> Iterator[tuple[Any, Mapping[str, Any], Names, Names]]:
-        """Yield each namespace that code reaches through an object, such as a function's global variables. Yielded are
-        its holder, its values, the names wanted of it, and the names to follow in what is found."""
+        """Yield each namespace that code reaches through an object: its holder, its values, the names wanted of it, and
+        the names to follow in what is found. Of a function that is no library's, code and names are noted; objects
+        bound to it are examined later."""
         own: Names = _UNNAMED
         if function := _inside(thing):
             own = named_in(function.__code__)

@@ -115,8 +115,9 @@ class ModuleTree:
         self.seen: _Seen | None = None
 
     def state(self, module: nn.Module) -> ModuleState | None:
-        """Return the module's state, or None if a new tree is needed: other submodules, names or ties of tensors.
-        ``module``: the one of the tree, or one that shares its ``__dict__``."""
+        """Return the module's state, or None if a new tree is needed: other submodules, names or ties of tensors. A
+        state of plain tensors without hooks is kept, and compared first in the next call. ``module``: the one of the
+        tree, or one that shares its ``__dict__``."""
         distinct = self._tensors(module)
         if distinct is None:
             return None
@@ -140,8 +141,8 @@ class ModuleTree:
         return ModuleState(self.attributes, named, key)
 
     def _tensors(self, module: nn.Module) -> list[Any] | None:
-        """Return the present parameters and buffers, each once, in the order of ``names``. Return None if the tree is
-        out of date, as `state` says."""
+        """Return the present parameters and buffers, each once, in the order of ``names``; None if submodules, names or
+        ties differ from the tree's."""
         if (
             self.attributes[0] is not module.__dict__
             or any(self.empty)

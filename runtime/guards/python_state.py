@@ -141,7 +141,8 @@ class PythonState:
                 refuse_iterator(name, iterator)
 
     def begin(self) -> None:
-        """Prepare for a run of the forward: restore the state, and let numbers that the last run changed be counted."""
+        """Prepare for a run of the forward: restore the state, forget what the last run used, and count the numbers
+        that it changed. Where no access is recorded, a counted number takes the number's place."""
         self.restore()
         self.undone.clear()
         self.uses.clear()
@@ -319,7 +320,7 @@ class PythonState:
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
         """Return the change of a name that has another value now, and the value; None if the change is ``remove`` or
-        ``count``. Decide how a guard checks the name."""
+        ``count``. Decide how a guard checks the name, and whether the next run counts it."""
         namespace, one = self.namespaces[at], (at, name)
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:

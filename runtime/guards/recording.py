@@ -73,7 +73,7 @@ def recording(
 ) -> Iterator[Record]:
     """Record what the forward of ``model`` depends on while the block traces it. The block gets the `Record`, which is
     complete after the trace; at its end the Python state is restored. Raises `ModelError` if the forward names an
-    iterator. ``assumed``: as in `ValueGuardRecorder`."""
+    iterator. ``assumed``: known outcomes of the forward's first tests for infinite or NaN values."""
     NUMBERS.clear()
     modules = list(model.modules())
     global_reads = GlobalReads(modules, leaves)

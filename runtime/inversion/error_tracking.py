@@ -27,8 +27,8 @@ planning time, and its error with the present scales."""
 
 def passed_on(reads: Sequence[Tensor], made: Tensor, gain: float, noise: float, drift: float) -> None:
     """Record two relative errors of a recomputed tensor: as predicted at planning time, and with the present scales,
-    which multiply the inverse's errors by ``drift``. Raises `ModelError` if the present one is too large; integers have
-    no errors. ``gain``, ``noise``: as in `Inverse`."""
+    which multiply the inverse's errors by ``drift``. An error is ``gain`` times the largest one read, plus ``noise``.
+    `ModelError` if the present one is too large; integers have no errors."""
     if not (made.is_floating_point() or made.is_complex()):
         return  # integers are only copied, without error
     rows = [_rows.get(t.untyped_storage().data_ptr()) for t in reads]

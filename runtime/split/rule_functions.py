@@ -182,7 +182,8 @@ def _without_dimension(
     shapes: Mapping[int, str] | None = None,
 ) -> DimensionRule:
     """Return the rule of an op that cannot be split along dimension ``at`` of the tensors ``larger``, which the tensors
-    ``smaller`` lack. ``rank``: of the larger ones. ``shapes``: as in `DimensionRule`."""
+    ``smaller`` lack. ``rank``: of the larger ones. ``shapes``: by an argument's position, the value whose shape it
+    states."""
     dim = at % rank
     kept: Labels = tuple(d for d in range(rank) if d != dim)
     labels = {**dict.fromkeys(larger, tuple(range(rank))), **dict.fromkeys(smaller, kept)}
@@ -242,7 +243,8 @@ def indexed(one: Shaped) -> DimensionRule | None:
 
 def reduction(without: str, dims_at: int = 1) -> Rule:
     """Return the rule of a reduction over the dimensions in argument ``dims_at``, by default all, which stay with size
-    1 if the next argument is true. ``without``: as in `DimensionRule`."""
+    1 if the next argument is true. ``without``: what parts give of a result that lacks the axis (`SUM`); empty: the op
+    is not split so."""
 
     def rule(one: Shaped) -> DimensionRule:
         x, dims = one.operand(0), one.argument(dims_at)
@@ -321,7 +323,8 @@ def embedding_backward(one: Shaped) -> DimensionRule | None:
 
 def normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
     """Return the rule of a norm over its last dimensions, as many as argument ``shape_at`` has. ``full``: the positions
-    of operands with all dimensions. ``without``: as in `DimensionRule`."""
+    of operands with all dimensions. ``without``: what parts give of a result that lacks the axis (`SUM`); empty: the op
+    is not split so."""
 
     def rule(one: Shaped) -> DimensionRule:
         first = one.results[0] if one.call.results[0] else one.operand(full[0])

@@ -42,7 +42,8 @@ def convolution_backward(one: Shaped) -> DimensionRule | None:
 
 def group_norm(sizes_at: int, without: str) -> Rule:
     """Return the rule of a norm over groups of channels, split along images. ``sizes_at``: the position of the batch's
-    size among the arguments. ``without``: as in `DimensionRule`."""
+    size among the arguments. ``without``: what parts give of a result that lacks the axis (`SUM`); empty: the op is not
+    split so."""
 
     def rule(one: Shaped) -> DimensionRule:
         x = one.operand(0)

@@ -119,7 +119,8 @@ def resolved(given: Any, sizes: Sequence[int]) -> Any:
 
 
 def tracked(given: Any, sizes: Sequence[int]) -> Any:
-    """Return nested arguments, as `resolved` does, with a `TrackedSize` in place of each `OpenSize`."""
+    """Return the nested arguments of a call with a `TrackedSize`, which has the integer of ``sizes``, instead of each
+    `OpenSize`."""
     return replaced(given, OpenSize, lambda open_: TrackedSize(sizes[open_.at], open_.at))
 
 
