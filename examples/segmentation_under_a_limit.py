@@ -14,7 +14,7 @@ from torch import nn
 import rematplan
 from rematplan.models import build
 
-SIDE = 256
+SIDE = 192
 """The side of the image in pixels."""
 LIMIT = 0.75
 """The memory that the process may take in addition, as a share of the step's peak without recomputation."""

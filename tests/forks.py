@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from captured_once import captured_once
 from torch import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -92,4 +93,5 @@ def _script(command: list[str], folder: Path, out: Path, err: Path) -> None:
     begin()
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    with captured_once():
+        runpy.run_path(command[0], run_name="__main__")

@@ -27,6 +27,7 @@ from rematplan.cli import main
 from rematplan.fitting import question
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.strategies.anneal import Anneal
+from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.runtime.graph.compat import functorch_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,7 +77,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         defaults = kind.__init__.__defaults__
         monkeypatch.setattr(kind.__init__, "__defaults__", (float(SECONDS), *defaults[1:]))
     monkeypatch.setattr(measured_steps, "SECONDS", float(SECONDS))
-    monkeypatch.setattr(question, "SEARCH", Auto())
+    monkeypatch.setattr(question, "SEARCH", ApproxDP())
     settings = functorch_config.get_config_copy()
     yield
     for name, value in settings.items():
@@ -85,7 +86,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-@pytest.mark.usefixtures("short", "few_blocks")
+@pytest.mark.usefixtures("short", "few_blocks", "one_load")
 def test_the_blocks_of_a_page_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):

@@ -11,3 +11,8 @@ from torch import nn
 def make(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
     """What makes a small network, in two kinds."""
     return maker(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once(one_capture: None) -> None:
+    """Of all files: optimizers are tested, not captures."""

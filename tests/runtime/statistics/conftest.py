@@ -12,3 +12,8 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _once(one_capture: None) -> None:
+    """Of all files: statistics of steps are tested, not captures."""
