@@ -68,8 +68,8 @@ class PositionRoles:
 
 
 def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKind, str]:
-    """Return the kind and target of a joint graph's input; an error is raised for the gradient of an input that the
-    forward changes."""
+    """Return an input's kind, and its name or position as text. `ModelError` for the gradient of an input that the
+    forward changes in place."""
     kind = type(description).__name__
     if kind == "ParamAOTInput":
         return "parameter", description.target
@@ -83,8 +83,8 @@ def _describe_input(description: Any, names: Mapping[str, str]) -> tuple[InputKi
 
 
 def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[OutputKind, str] | None:
-    """Return the kind and target of a joint graph's output, None for other kinds; an error is raised for an argument
-    that the forward changes."""
+    """Return an output's kind, and its name or position as text; None if it is of no known kind. `ModelError` for the
+    new content of an input of the batch."""
     kind = type(description).__name__
     if kind == "PlainAOTOutput":
         return "output", str(description.idx)

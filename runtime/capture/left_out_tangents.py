@@ -87,8 +87,8 @@ class _Reduced:
         self.step = self._finished(missing, left_out, calls) if self.possible else None
 
     def _call(self, call: Call) -> Iterator[Call]:
-        """Yield what replaces a call: nothing if it makes only zeros or equals a summand, else the call, after those
-        that create zeros for it. Where bits would change, ``possible`` becomes false."""
+        """Yield what replaces a call: nothing if all its results are zeros or it adds a zero; else the call, after new
+        zeros that it reads. A removed draw makes the step impossible (`possible`)."""
         results = call.made
         if results and self.zeros.values.issuperset(results):
             self.possible &= not call.seeded  # removing it would change later draws

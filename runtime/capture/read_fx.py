@@ -136,8 +136,8 @@ class _Reader:
         )
 
     def _value(self, name: str, fake: torch.Tensor, call: str | None) -> Value:
-        """Add a tensor, of the call named ``call`` if any, to the step's values, and return it; `ModelError` for a
-        sparse one."""
+        """Add a tensor to `values` and return it; tensors on one storage of the trace share its name. `ModelError` if
+        it is not dense."""
         if fake.layout != torch.strided:
             raise ModelError(
                 f"{call or name} is a tensor of layout {fake.layout}, as the gradient of an embedding with sparse=True "
@@ -149,8 +149,8 @@ class _Reader:
         return value
 
     def _placeholder(self, node: fx.Node, at: int) -> None:
-        """Add a placeholder's tensor to the step's inputs. A size is noted if sizes are fixed, a token ignored;
-        anything else is a `ModelError`."""
+        """Add an input of the graph to the step, or to `sizes` if it is a fixed size. Tokens and symbolic sizes are
+        skipped; `ModelError` for other inputs than tensors."""
         if "val" not in node.meta:  # a token that orders ops with side effects
             return
         if isinstance(node.meta["val"], torch.SymInt):

@@ -105,6 +105,8 @@ def _place_of_loss(reals: Sequence[torch.Tensor]) -> int:
 
 
 def _reals(outputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors in nested outputs, in order; those under the key ``loss`` come first in their
+    mapping."""
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point():
             yield outputs

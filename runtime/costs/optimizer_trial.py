@@ -81,6 +81,8 @@ class _Allocated(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op; add the storages that it allocates to ``live`` until they are freed, and raise ``peak`` to that.
+        Linear algebra counts the share `DECOMPOSITION` of its results in addition."""
         del types
         result = func(*args, **(kwargs or {}))
         new = func is torch.ops.aten.lift_fresh.default  # of `torch.tensor`

@@ -98,8 +98,8 @@ class SyntheticArguments:
         return _is_whole(fake.dtype) and fake.numel() <= 2 and not (maker.single or maker.is_view)
 
     def _flat(self, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return ``n`` numbers of a type: zeros if it has only whole numbers, else a pool of numbers, repeated. The
-        pool is made once for each type and device."""
+        """Return ``n`` synthetic numbers: zeros for whole numbers, else the pool's numbers, repeated. A pool of each
+        type and device is kept."""
         if _is_whole(dtype):
             return torch.zeros(n, dtype=dtype, device=device)
         if (dtype, device) not in self.pools:

@@ -92,6 +92,8 @@ class _BackwardSegment(torch.autograd.Function):
 
     @_once_differentiable
     def backward(ctx: Any, link: torch.Tensor | None) -> Any:
+        """Run this segment of the backward and return its gradients; all None if no ``link`` arrives. From segment
+        ``early`` on, nothing runs, and the call is put off to ``deferred``, once."""
         if link is None:
             return (None,) * len(ctx.needs_input_grad)
         call, early = ctx.call, ctx.call.plan.halves.early

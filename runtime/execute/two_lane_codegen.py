@@ -61,6 +61,8 @@ class _Stretch:
     """By the ``id`` of a copy that is handed over: its values, and the variables in which they are passed."""
 
     def __post_init__(self) -> None:
+        """Fill ``takes``, ``gives`` and ``drops`` from ``copies``. A lane takes a copy of the other before its first
+        read, and each lane drops a copy after its last."""
         for copy in self.copies:
             if (reader := copy.first[1 - copy.lane]) is not None:
                 self.gives[copy.lane, copy.made].append(copy)

@@ -322,8 +322,8 @@ def _check_layouts(
 
 
 def _check_result(name: str, found: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
-    """Raise `CannotFuse` if more than a share `FLIPPED` of whole numbers differ from eager mode's. Real numbers may be
-    `WORSE` times as far from ``exact`` as eager mode's, or `WORSE` × `ROUNDINGS` roundings."""
+    """Raise `CannotFuse` if floating-point numbers are much further from the ``exact`` ones than eager mode's; other
+    types, if more than the share `FLIPPED` differ from ``eager``."""
     if not found.is_floating_point():
         wrong = float((found != eager).double().mean())
         if wrong > FLIPPED:

@@ -75,8 +75,8 @@ class Reads:
             self._look_into(module, (at, ()))
 
     def _look_into(self, holder: Any, owner: Owner) -> None:
-        """Note a holder's position, and those of the records in its attributes, down to `_DEPTH` attributes below a
-        module, with their classes."""
+        """Register a holder at its position, and the records in its attributes, down to `_DEPTH` levels below the
+        module."""
         self.owners.setdefault(id(vars(holder)), owner)
         self.holders[owner] = holder
         self.things.add(id(holder))

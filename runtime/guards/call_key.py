@@ -75,6 +75,8 @@ def open_key(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Any, ...]:
 def _key(
     leaves: Sequence[Any], spec: pytree.TreeSpec, like: Callable[[torch.Tensor], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
+    """Return a key of arguments (tensors as ``like`` describes them, others exactly), of autocast and of process-wide
+    settings. Tensors that are one object have one number."""
     at: dict[int, int] = {}
     described = [
         (at.setdefault(id(leaf), len(at)), *like(leaf)) if isinstance(leaf, torch.Tensor) else _exactly(leaf)

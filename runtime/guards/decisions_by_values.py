@@ -145,7 +145,8 @@ class OpTape:
         self.sources[self._place(tensor, None)] = source
 
     def guard(self) -> ValueGuard:
-        """Return a guard with all decisions, and the calls, draws and source tensors from which they are computed."""
+        """Return a guard of all results by which the forward has decided, with the calls, draws and source tensors from
+        which they are computed."""
         needed: set[int] = set()
         entries, drawing = [], False
         for entry in reversed(self.entries):
@@ -159,9 +160,9 @@ class OpTape:
         return ValueGuard((*reversed(entries),), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute a call of a traced forward and return its result. A call that returns a number of known tensors to
-        Python is recorded as a decision; `ModelError` if the forward has changed the number's buffer. Ops whose result
-        shape depends on values get a fixed shape (`data_dependent_shapes.STATIC`)."""
+        """Execute a call of a traced forward and return its result. If it is a number that the forward may decide by, a
+        guard must find it again; `ModelError` if the forward has changed the number's buffer. Ops whose result shape
+        depends on values get a fixed shape (`data_dependent_shapes.STATIC`)."""
         if torch.Tag.data_dependent_output in func.tags and self._may_decide((args, kwargs)):
             self._check_counters(args)
             return self._decided(func, args, kwargs)
@@ -205,8 +206,8 @@ class OpTape:
             self.entries.append(replace(entry, draws=_device(args)))
 
     def read(self, of: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``of(*arguments)`` for the real tensors, recorded as a decision. Raises DataDependentOutputException
-        if the forward may not decide by the arguments."""
+        """Return ``of(*arguments)`` for the real tensors; a guard must find the same result again.
+        DataDependentOutputException if the forward may not decide by the arguments."""
         if not self._may_decide(arguments):
             raise DataDependentOutputException(of.__name__.lstrip("_"))  # type: ignore[arg-type]
         return self._decided(of, arguments, {})
@@ -219,8 +220,8 @@ class OpTape:
         return self._decided(of, arguments, {})
 
     def count(self, of: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int | torch.SymInt | None:
-        """Return ``of(tensor)`` for the real tensor, recorded for use as a size, maybe as a symbol; None if it is
-        unknown or drawn. Raises `ModelError` if it differs from the count that is expected."""
+        """Return ``of(tensor)`` of the real tensor for use as a size: a symbol if `counts` are expected, else a number;
+        None if it is unknown or drawn. `ModelError` if another count is expected."""
         # A count of drawn numbers is another one in most calls.
         if not self.knows(tensor) or self._is_chance(tensor):
             return None
@@ -236,8 +237,8 @@ class OpTape:
         return self.sizes[at]
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute a call on the real tensors, after the recorded calls that were not executed yet. Record its result as
-        a decision, and return it."""
+        """Execute a call on the real tensors, after the recorded calls that were not executed yet. Return its result,
+        and record it as one that a guard must find again."""
         asked = self._entry(func, args, kwargs, (), frozenset(), None)
         pools: Pools = {"batch": self.decisions.batch, "buffer": self.decisions.buffers}
         with Plainly(), states_restored(self.states):

@@ -74,8 +74,8 @@ class FiniteTests:
             self._known[id(result)] = result, value  # the id is unique while the tensor lives
 
     def next(self, condition: torch.Tensor) -> list[bool] | None:
-        """Return the outcomes assumed up to the test ``condition``, by which the forward branches now; None if it is
-        no such test."""
+        """Assume the outcome of the test ``condition``: the next one given, else that all is finite. Add it to
+        `outcomes`, and return these; None, and no outcome, if it is no such test."""
         _, value = self._known.get(id(condition), (None, None))
         if value is None:
             return None

@@ -129,7 +129,8 @@ class GlobalReads:
         self._note_absent()
 
     def _follow(self) -> None:
-        """Look up what waits until nothing does, and note the values found; what these refer to waits in turn."""
+        """Examine all waiting objects: note, by namespace, the values of the names that code wants, and let these be
+        examined, too."""
         while self.waiting:
             thing, names = self.waiting.pop()
             for holder, values, wanted, named in self._places(thing, names):
@@ -176,8 +177,8 @@ class GlobalReads:
         return found
 
     def _note(self, thing: Any, holder: Any, values: Mapping[str, Any], name: str, named: Names) -> None:
-        """Record the value ``name`` of a ``holder``'s namespace, which code reaches through ``thing``; a Python module
-        is not recorded. What the value refers to by the names ``named`` is examined later."""
+        """Record the value ``name`` of a ``holder``'s namespace, which code reaches through ``thing``; Python modules
+        and names of `_REPLACED` are not recorded. What the value refers to by the names ``named`` is examined later."""
         value = values[name]
         # A registry may grow, so only the keys that the code names are compared.
         registry = isinstance(value, dict) and not is_data(value)
@@ -197,8 +198,8 @@ class GlobalReads:
             self._meet(thing, named_in(function.__code__))
 
     def _meet(self, thing: Any, names: Names) -> None:
-        """Let an object wait to be looked up for the names ``names``, unless it was. A generator is noted, and a
-        seeding function's name."""
+        """Let an object be examined once for these ``names``. Random number generators are noted in `generators`,
+        seeding functions in ``names``."""
         if isinstance(thing, GENERATORS):
             self.generators[id(thing)] = thing
         if thing is torch.default_generator:

@@ -320,7 +320,7 @@ class PythonState:
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
         """Return the change of a name that has another value now, and the value; None if the change is ``remove`` or
-        ``count``. Decide how a guard checks the name, and whether the next run counts it."""
+        ``count``. Put the name into `guarded` or `unguarded`, maybe also into `numbers`."""
         namespace, one = self.namespaces[at], (at, name)
         now, before = namespace.now(name), namespace.before.get(name, UNSET)
         if now is UNSET:
@@ -347,7 +347,8 @@ class PythonState:
         return numbers and set(self._all_uses(*one)) == {COUNTED}
 
     def _sort(self, one: tuple[int, str], before: Any, now: Any) -> None:
-        """Decide whether a guard checks a name that is set, with what ``conditions``, and whether it is ``settled``."""
+        """Put a name that is set into `guarded`, maybe also into `settled`; or into `unguarded`. If it is only compared
+        with None, a condition is added, and maybe `filled`."""
         namespace, name = self.namespaces[one[0]], one[1]
         if before is not UNSET and set(self._all_uses(*one)) == {TESTED}:
             self.unguarded.add(one)
@@ -390,9 +391,9 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: list[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container whose content the forward changed, under one alias's name. Return no change
-        if that name is in ``written``; else add the name there. `ModelError` if a guard must compare the content and it
-        is too large."""
+        """Return the change of a container's content under one alias's name, which is added to ``written``; none if it
+        was there. Put the aliases into `guarded` or `unguarded`. `ModelError` if content that a guard must compare is
+        too large."""
         aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
         known = [alias for alias in aliases if self._all_uses(alias.at, alias.name)]
         uses = {use for a in known for use in (self._all_uses(a.at, a.name) if a.direct else (READ,))}

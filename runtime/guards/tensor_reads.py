@@ -53,6 +53,8 @@ def asked(
         return ITEM(tensor) if plainly() or number is None else number(tensor)
 
     def text(tensor: torch.Tensor, *form: str) -> str:
+        """Return a tensor's text: `TEXT` for a traced one that is only written for people, else ``answer``.
+        DataDependentOutputException for another text of one that requires a gradient."""
         if plainly() or not isinstance(tensor, FunctionalTensor):
             return _FORMAT(tensor, *form) if form else _REPR(tensor)  # type: ignore[arg-type]
         if leaves(sys._getframe(1)):

@@ -81,6 +81,8 @@ def _fused(kernel: str, *names: str) -> Row:
     ``names``: the arguments of which p is made."""
 
     def row(call: Call, facts: Facts) -> Found:
+        """Yield the rule that recovers ``self`` from the result, or `Refused` if its factor ``beta`` is near zero;
+        nothing if shapes or types differ."""
         arguments, y = facts.arguments(call), result(call, facts)
         x, beta, factor = (
             arguments["self"],
@@ -255,6 +257,8 @@ def _elu(call: Call, facts: Facts) -> Found:
 
 
 def _prelu(call: Call, facts: Facts) -> Found:
+    """Yield the rule for the input of a PReLU with known slopes, or `Refused` if a slope is below `LEAST_SCALE`;
+    nothing for unknown slopes."""
     arguments, y = facts.arguments(call), result(call, facts)
     x, weight = arguments["self"], arguments["weight"]
     slopes = facts.known(weight.value)
@@ -272,6 +276,8 @@ def _norm(kernel: str, x: str = "input") -> Row:
     that is not known before the step runs, and refuses one close to zero. ``x``: the name of the norm's input."""
 
     def row(call: Call, facts: Facts) -> Found:
+        """Yield the rule for a norm's input, from its result, statistics and weights, or `Refused` if a weight is near
+        zero. Nothing for an unknown weight or missing statistics."""
         arguments, y = facts.arguments(call), result(call, facts)
         if not fits(arguments[x], y, facts):
             return

@@ -40,8 +40,8 @@ class _Rewriter:
     storage: dict[str, str] = field(default_factory=dict)  # by replaced storage, the storage that replaces it
 
     def rewritten(self) -> CapturedStep:
-        """Return the step in which each call that a row rewrites is replaced, without dead calls; the same step if
-        nothing changes."""
+        """Return the step with each call as its row rewrites it, without dead calls; the step itself if no row changes
+        anything."""
         step = self.step
         self.values = dict(step.values)
         for call in step.calls:

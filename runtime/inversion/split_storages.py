@@ -138,6 +138,8 @@ class _Parter:
         return None
 
     def _find_sources(self, producer: Call, apart: _Apart) -> None:
+        """Note in ``apart.sources``, by part, an operand of ``producer`` that is this part in the same strides. Parts
+        without one that hold a view are copied out."""
         base = apart.base
         for operand, narrow in self._operands(producer, base):
             found, operand_value = band(narrow), self.values[operand]

@@ -163,6 +163,8 @@ class _StageWriter(Writer):
         self.drop_dead()
 
     def _made(self, call: Call) -> None:
+        """Write, after a call, lines by which hooks watch its results; in the late half, lines that compare recovered
+        results with those seen before."""
         super()._made(call)
         mine = [result for result in call.made if result in self.watched]
         if not self.late:
@@ -195,6 +197,8 @@ class _StageWriter(Writer):
         self.lines += [f"hooks.seed({self.draws[call.name]})", f"{self._results(call)} = {expression}"]
 
     def _expression(self, call: Call) -> str:
+        """Return a call's source. A call of `Handed` takes its tensor out of ``handed``, with other strides if the step
+        has these, and notes it in ``taken_over``."""
         if not isinstance(call.target, Handed):
             return super()._expression(call)
         (source,) = call.args

@@ -63,6 +63,8 @@ def watched_attributes(model: nn.Module) -> Iterator[Numbers]:
     assign: Callable[..., None] = nn.Module.__setattr__
 
     def assigned(module: nn.Module, name: str, value: Any) -> None:
+        """Assign an attribute. In this thread, first note it: in ``buffers`` for another tensor of a buffer, in
+        ``numbers`` and ``old`` for one that was a number."""
         if get_ident() == thread:
             # Not getattr: the tracer has modules without attributes of their own.
             before = module.__dict__.get(name)

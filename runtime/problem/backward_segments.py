@@ -52,6 +52,8 @@ def gradient_segments(
     communicates = any(c.collective and c.name in step.after_loss for c in step.calls)
 
     def parts(start: int, end: int, gradients: Sequence[StepOutput]) -> Iterator[Segment]:
+        """Yield segments from ``start`` to ``end``. One ends early if waiting gradients sum to ``enough`` bytes, or do
+        not fit until the next is ready; not if the backward communicates."""
         returned: list[StepOutput] = []
         waiting = 0
         # Not strict: there may be no gradients.

@@ -50,7 +50,8 @@ def stated_policy(stated: object, model: nn.Module | None = None) -> Policy:
 
 
 def _check(value: object, what: object) -> None:
-    """Raise `UsageError` unless ``value`` is a `CheckpointPolicy` that plans follow. ``what``: who stated it."""
+    """Raise `UsageError` if ``value`` is no `CheckpointPolicy`, or one that plans do not follow. ``what``: the op or
+    module, for the message."""
     if not isinstance(value, CheckpointPolicy):
         raise UsageError(
             f"policy: {what} has {value!r}; write a value of torch.utils.checkpoint.CheckpointPolicy"

@@ -327,6 +327,8 @@ def normalised(shape_at: int, full: Sequence[int], without: str) -> Rule:
     is not split so."""
 
     def rule(one: Shaped) -> DimensionRule:
+        """Label dimensions so that the last ones, over which the norm is taken, are not split. In operands that lack
+        dimensions, the present ones count as the last."""
         first = one.results[0] if one.call.results[0] else one.operand(full[0])
         rank, last = len(one.shape(first)), len(one.call.args[shape_at])
         every = {one.operand(at) for at in full}
@@ -349,6 +351,8 @@ def attention(query: int) -> Rule:
     ``query``: the position of the queries, before keys and values."""
 
     def rule(one: Shaped) -> DimensionRule:
+        """Label dimensions so that queries and numbers are not split, nor heads if several of queries share one of
+        keys."""
         q, k = one.shape(one.operand(query)), one.shape(one.operand(query + 1))
         scores, mask = (*q[:3], k[2]), one.call.kwargs.get("attn_mask")
         labels: dict[str, Labels] = {

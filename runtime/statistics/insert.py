@@ -103,8 +103,8 @@ class _Pass:
     """The names (targets) of the sums as outputs of the step, by the name of their value."""
 
     def run(self) -> StatisticsStep:
-        """Return the step with statistics of all weights that can have them, and why others cannot; `ModelError` if
-        none can."""
+        """Return the step with ops and outputs for the statistics of each weight that can have them; ``skipped`` has
+        the reasons of others. `ModelError` if no weight has statistics."""
         weights = Weights(self.step)
         terms = terms_of(self.step, self.options)
         backwards = self._backwards()

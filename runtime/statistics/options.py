@@ -62,6 +62,7 @@ class Kronecker:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise `UsageError` if an option is unknown or out of its range."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; known: {', '.join(known)}")

@@ -63,6 +63,7 @@ class PackedFactors(Mapping[str, Factors]):
         return tuple((self._tensors[one.a], self._tensors[one.g]) for one in sums)
 
     def __getitem__(self, name: str) -> Factors:
+        """Return a layer's factors as dense matrices. The factor of equal inputs is unpacked once and shared."""
         one_layer = self._layers[name]
         layer, sums = one_layer.layer, one_layer.layer.sums
         key = tuple(one.a for one in sums), tuple(one.count for one in sums), one_layer.rows
@@ -185,6 +186,8 @@ class Recorder:
         step, pending, reported = self.step, dict[str, Tensor | None](), set[str]()
 
         def receive(found: Mapping[str, Tensor | None], last: bool) -> None:
+            """Collect the statistics of one backward, and add them to the sums at its ``last`` call. Those of an
+            earlier step are dropped."""
             pending.update(found)
             if of and step == self.step:
                 self._report(of, pending, reported)

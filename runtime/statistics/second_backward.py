@@ -48,6 +48,8 @@ class SecondBackward:
     """The copy's values by name."""
 
     def __post_init__(self) -> None:
+        """Fill ``made``, ``behind`` and ``values``: repeat each call that depends on tangents, of which all but
+        ``tangent`` count as zero."""
         self.values[self.cotangent.name] = self.cotangent
         for one in self.step.inputs:
             if one.kind == "tangent":

@@ -97,6 +97,7 @@ def _summands(call: Call) -> list[str]:
 
 
 def _cat(call: Call, step: CapturedStep) -> list[tuple[str, RowRange]]:
+    """Return, for a concatenation of rows, each operand and its rows in the result; empty along another dimension."""
     parts, start = [], 0
     if len(call.args) > 1 and call.args[1] != 0:
         return []

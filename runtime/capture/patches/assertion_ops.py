@@ -92,8 +92,8 @@ class Checks(TorchDispatchMode):
         return None
 
     def _condition(self, condition: torch.Tensor) -> Any:
-        """Return a truth value. An unknown one becomes the assumed outcome, with an op in ``results`` that checks it;
-        without an assumption, PyTorch's error is raised."""
+        """Return a truth value; if it is unknown, the assumed one, and add an op that asserts it to `results`. The
+        tracer's error is raised if none is assumed."""
         try:
             return ATEN._local_scalar_dense.default(condition)
         except VALUES_DECIDE:

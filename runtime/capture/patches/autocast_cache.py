@@ -49,6 +49,8 @@ def casting_once(leaves: Sequence[torch.Tensor], enabled: bool) -> Iterator[None
         return torch.is_autocast_cache_enabled() and dtype == torch.get_autocast_dtype(device)
 
     def to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Cast a tensor. In this thread, what autocast casts of the known tensors is cast once, and returned again
+        afterwards."""
         shared = get_ident() == thread and id(x) in known and by_autocast(x.device.type, kwargs.get("dtype"))
         if shared and id(x) in cast:
             return cast[id(x)]

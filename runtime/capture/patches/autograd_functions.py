@@ -35,6 +35,8 @@ def watched_functions(watch: Callable[[Kind], EachRun]) -> Iterator[None]:
         pending: list[EachRun] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            """Run the forward inside a context from ``watch``, kept for the backward. Other threads, and other classes
+            that inherit the method, run it without one."""
             if get_ident() != thread or not (_has_set_up(set_up) or _is_of(args[0], kind)):
                 return first(*args, **kwargs)
             each_run = watch(kind)
@@ -88,6 +90,8 @@ def without_own_backwards(kinds: Collection[Kind]) -> Iterator[None]:
         detached inputs; the backward differentiates that graph."""
 
         def forward(context: Any, *args: Any) -> Any:
+            """Run the forward with gradients on detached inputs. Keep these and the outputs, with their graph, in
+            ``context``, and return the outputs without it."""
             if not _is_of(context, kind):
                 return forwards[kind][0](context, *args)
             context.inputs = [_detached(a) for a in args]

@@ -179,6 +179,8 @@ def _resizing_of(op: OpOverload) -> Callable[..., Any]:
     def resizing(
         x: torch.Tensor, output_size: Sequence[int] | None, *options: Any, **named: Any
     ) -> torch.Tensor:
+        """Run the kernel with ``output_size``, by default computed from the factors; `NotSymbolic` if one is not
+        whole."""
         *flags, factors = *options, *named.values()
         if output_size is None:
             if any(factor != int(factor) for factor in factors):

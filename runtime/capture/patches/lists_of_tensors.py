@@ -22,6 +22,9 @@ def lists_of_tensors_stacked() -> Iterator[None]:
     thread = get_ident()  # all threads see the replaced functions
 
     def stacking(own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``own``; in this thread, and without positional arguments besides ``data``, it
+        stacks the tensors of nested lists instead."""
+
         @wraps(own)
         def made(data: Any, *args: Any, requires_grad: bool = False, **options: Any) -> Any:
             if requires_grad:

@@ -23,6 +23,8 @@ def no_size_as_text() -> Iterator[None]:
 
     def guarded(original: Any) -> Any:
         def text(size: Any) -> Any:
+            """Return the text of a symbolic size. In the tracing thread, `NotSymbolic` is raised unless code of
+            `READERS` or `OURS` asks."""
             reader = str(sys._getframe(1).f_globals.get("__name__", ""))
             if (
                 get_ident() == tracing
