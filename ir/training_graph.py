@@ -96,6 +96,10 @@ class TrainingGraph:
         """All ops, then all inverses: everything that can write a tensor."""
         return (*self.ops, *self.inverses)
 
+    def once(self, *names: str) -> tuple[str, ...]:
+        """Return ``never_rerun`` with the ``names`` of further ops that may run only once."""
+        return tuple(dict.fromkeys((*self.never_rerun, *names)))
+
     @cached_property
     def op(self) -> dict[str, Op]:
         """All ops and inverses, by name, in the order of ``recipes``."""

@@ -52,7 +52,7 @@ class LeastRecentlyUsed:
                 self._used.pop(oldest, None)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CacheEntry:
     """A compiled plan for one combination of arguments, modes, module state and outcomes of guards."""
 
@@ -73,9 +73,9 @@ class CacheEntry:
     """Whether the plan was made at other sizes, so that the step of these sizes was not made."""
     statistics: StatisticsStep | None = None
     """The step with Kronecker-factored statistics; None if this entry's step computes none."""
-    measured: list[CacheEntry] = field(default_factory=list, compare=False)
-    """The entry for the same forward whose step also computes statistics: a list with no element or one."""
-    with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict, compare=False)
+    measured: CacheEntry | None = None
+    """The entry for the same forward whose step also computes statistics, once it is planned."""
+    with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict)
     """Entries for steps during which gradients of earlier steps exist. A key is a pair: the names of the parameters
     that may have such gradients, and the largest number of bytes of such gradients with which the entry's plan fits the
     budget."""
@@ -114,8 +114,15 @@ class CacheEntry:
     ) -> CacheEntry:
         """Return an entry for the same calls with another step and plan. It also serves gradients of earlier steps, if
         the plan ``made`` counts some."""
-        other = replace(self, running=Running.of(made), unplanned=unplanned, statistics=statistics)
-        other = replace(other, with_gradients={}, measured=[])
+        running = Running.of(made)
+        other = replace(
+            self,
+            running=running,
+            unplanned=unplanned,
+            statistics=statistics,
+            with_gradients={},
+            measured=None,
+        )
         return other.counting(made.gradients, next((names for names, _ in self.with_gradients), frozenset()))
 
     def swap_plan(self) -> None:
@@ -174,7 +181,7 @@ class CachedPlans:
 
     def all(self) -> list[CacheEntry]:
         """Return all entries in use, each once, also those that compute statistics or serve earlier gradients."""
-        every = [w for entry in self.plain() for w in (entry, *entry.measured)]
+        every = [w for entry in self.plain() for w in (entry, entry.measured) if w is not None]
         return list({id(w): w for entry in every for w in (entry, *entry.with_gradients.values())}.values())
 
     def copy(self) -> CachedPlans:

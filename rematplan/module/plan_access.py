@@ -202,7 +202,8 @@ class Planning:
         on the device ``meta`` (shapes and types only). Empty if no step with statistics was planned yet."""
         assert self._recorder
         plain = self._planned._rematplan.plans.plain()
-        found = (shapes(other.statistics) for entry in plain for other in entry.measured if other.statistics)
+        measured = (entry.measured for entry in plain if entry.measured)
+        found = (shapes(other.statistics) for other in measured if other.statistics)
         return {name: factors for one in found for name, factors in one.items()}
 
     def take_statistics(self, wanted: bool | None = True) -> None:

@@ -293,18 +293,16 @@ class Runner:
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
         """Return the entry for the forward of ``entry`` whose step also computes statistics, planned if there is
         none."""
-        if not entry.measured:
+        if entry.measured is None:
             with LOCK.alone():
-                if not entry.measured:
+                if entry.measured is None:
                     found = with_statistics(entry.unplanned.whole, recorder.options, recorder.draws)
                     captured = with_expected_tangents(found.step, self.arrived)
                     first = not any(w.measured for w in self.plans.plain())
                     made = self.planner.plan(captured, first=first)
-                    again = entry.planned_again(
-                        made, UnplannedStep.of(entry.unplanned.whole, captured), statistics=found
-                    )
-                    entry.measured.append(again)
-        self.last = entry.measured[0]
+                    unplanned = UnplannedStep.of(entry.unplanned.whole, captured)
+                    entry.measured = entry.planned_again(made, unplanned, statistics=found)
+        self.last = entry.measured
         return self.last
 
     def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
@@ -376,7 +374,7 @@ class Runner:
         """Return an entry whose backward also takes the gradients of the outputs ``arrived``, planned if needed.
         Later calls use it."""
         if entry.statistics and self.recorder:
-            plain = replace(entry, statistics=None, measured=[])
+            plain = replace(entry, statistics=None, measured=None)
             return self._measured(self._with_tangents(plain, arrived), self.recorder)
         with LOCK.alone():
             self._warn_of_arrived(arrived - self.arrived)

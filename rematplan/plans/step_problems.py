@@ -75,8 +75,7 @@ class StepProblems:
 
     def running_once(self, step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
         """Return a step's problem in which random draws and what the policy says run once."""
-        once = ops_that_run_once(step, self.options.policy)
-        return replace(graph, never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))))
+        return replace(graph, never_rerun=graph.once(*ops_that_run_once(step, self.options.policy)))
 
     def around(self, step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
         """Add gradients of earlier steps and the bytes of other objects to a step's problem; `UsageError` as of

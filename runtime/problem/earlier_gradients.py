@@ -72,9 +72,7 @@ def adding_problem(step: CapturedStep, graph: TrainingGraph, names: Set[str]) ->
         tensors=(*graph.tensors, *(Tensor(mark, 0) for mark in marks.values())),
         outputs=tuple(marks.get(t, t) for t in graph.outputs),
         ops=tuple(map(marking, graph.ops)),
-        never_rerun=tuple(
-            dict.fromkeys((*graph.never_rerun, *(graph.ops[graph.producer[t]].name for t in marks)))
-        ),
+        never_rerun=graph.once(*(graph.ops[graph.producer[t]].name for t in marks)),
     )
 
 

@@ -91,7 +91,7 @@ def with_loss_boundary(
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
         inverses=tuple(i for i in graph.inverses if outputs.isdisjoint(i.writes)),
-        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *made, *renewing, *once, LOSS))),
+        never_rerun=graph.once(*made, *renewing, *once, LOSS),
     )
 
 
@@ -234,5 +234,5 @@ def with_optimizer_step(step: CapturedStep, graph: TrainingGraph, transient: int
         tensors=(*graph.tensors, Tensor(OPTIMIZER, 0)),
         outputs=(*graph.outputs, OPTIMIZER),
         ops=(*graph.ops, stepped),
-        never_rerun=(*graph.never_rerun, OPTIMIZER),
+        never_rerun=graph.once(OPTIMIZER),
     )

@@ -62,7 +62,7 @@ def with_random_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGrap
         graph,
         tensors=(*graph.tensors, *(Tensor(name, size) for name, size in states.items())),
         ops=tuple(ops),
-        never_rerun=(*once, *graph.never_rerun, *states),
+        never_rerun=graph.once(*once, *states),
     )
 
 

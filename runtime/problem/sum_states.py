@@ -46,7 +46,7 @@ def with_sum_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
         outputs=(*graph.outputs, *outputs),
         ops=tuple(map(changed, graph.ops)),
         inverses=tuple(map(changed, graph.inverses)),
-        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *once))),
+        never_rerun=graph.once(*once),
     )
 
 

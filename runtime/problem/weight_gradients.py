@@ -109,5 +109,5 @@ def with_weight_boundary(step: CapturedStep, graph: TrainingGraph) -> TrainingGr
         ),
         ops=ops,
         ordered=tuple(op.name for op in ops if op.name in ordered),
-        never_rerun=tuple(dict.fromkeys((*graph.never_rerun, *sorted(sooner), WEIGHTS))),
+        never_rerun=graph.once(*sorted(sooner), WEIGHTS),
     )
