@@ -20,9 +20,9 @@ import torch
 
 from rematplan.ir.cache_folder import cache_folder
 from rematplan.planner.core.strategy import Progress, silent
+from rematplan.runtime.costs import measurement_cache
 from rematplan.runtime.costs.device_models import device_model
 from rematplan.runtime.costs.measure import kept_by_libraries, peak_above_entry, seconds_of, unprofiled
-from rematplan.runtime.costs.profile_cache import load_costs, save_costs
 from rematplan.runtime.costs.roofline import flops, moved_bytes
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.graph.allocator_rounding import allocated
@@ -67,14 +67,14 @@ def profile_costs(
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = profile_file(step.device, cache)
-    known = load_costs(file)
+    known = measurement_cache.load(file, CallCost)
     missing = {s: name for name, s in calls.items() if s not in known}
     times: dict[str, list[float]] = {}
     try:
         unprofiled(partial(_measure_all, step, missing, known, times, progress))
     finally:
         if missing and not _busy(times):
-            save_costs(file, {s: known[s] for s in times})
+            measurement_cache.save(file, {s: known[s] for s in times})
     # A collective that is run alone would wait forever for other processes, so its cost is modelled.
     return {c.name: known[calls[c.name]] if c.name in calls else _modelled(step, c) for c in priced}
 

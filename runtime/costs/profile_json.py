@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ def save_profile(profile: Profile, path: Path) -> None:
         "format": PROFILE_FORMAT,
         "device": profile.device,
         "torch": torch.__version__,
-        "calls": {text: astuple(cost) for text, cost in profile.calls.items()},
+        "calls": {text: cost.to_row() for text, cost in profile.calls.items()},
     }
     write_whole(path, json.dumps(data, indent=0))
 
@@ -73,10 +73,7 @@ def read_profile(path: Path) -> Profile:
     if not isinstance(data, dict) or data.get("format") != PROFILE_FORMAT:
         raise UsageError(f"{path}: not a {PROFILE_FORMAT} file")
     try:
-        calls = {
-            str(text): CallCost(float(time), int(workspace), tuple(map(int, results)), *map(int, library))
-            for text, (time, workspace, results, *library) in data["calls"].items()
-        }
+        calls = {str(text): CallCost.from_row(*row) for text, row in data["calls"].items()}
         if any(
             not (0 <= c.time < float("inf")) or min(c.workspace, c.library, *c.results) < 0
             for c in calls.values()

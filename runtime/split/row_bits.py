@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from rematplan.runtime.costs import measurement_cache
 from rematplan.runtime.costs.measure import unprofiled
 from rematplan.runtime.costs.profile import profile_file, signature
-from rematplan.runtime.costs.profile_cache import load_kept_bits, save_costs
 from rematplan.runtime.costs.synthetic_arguments import SyntheticArguments
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import pytree
@@ -37,7 +37,7 @@ def changed_rows(
     cannot be run. ``split``: the step in which the regions run in so many ``parts``, as `split_regions` makes it.
     ``cache``: the folder, by default the user's."""
     file = profile_file(step.device, cache)
-    known, texts = load_kept_bits(file), dict[str, str]()
+    known, texts = measurement_cache.load(file, bool), dict[str, str]()
     tests = _Tests(step, split)
     new: dict[str, bool] = {}
     for region, k in parts.items():
@@ -52,7 +52,7 @@ def changed_rows(
                 except (RuntimeError, IndexError, ValueError):  # not on these arguments; it is not cached
                     known[text] = False
     if new:
-        save_costs(file, new)
+        measurement_cache.save(file, new)
     return tuple(name for name, text in texts.items() if not known[text])
 
 

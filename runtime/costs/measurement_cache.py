@@ -1,5 +1,5 @@
-"""The cache file of measured costs, and of which kernels keep the bits of rows. It is read again only if another
-process changed it, and written for at most `SHARE` of the time."""
+"""The cache file of measurements: costs of calls, and whether kernels keep the bits of rows. It is read again only if
+another process changed it, and written for at most `SHARE` of the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from rematplan.ir.cache_folder import read_cached, report_damage, write_cached
 from rematplan.runtime.graph.call_cost import CallCost
@@ -19,8 +19,9 @@ from rematplan.runtime.graph.call_cost import CallCost
 SHARE = 20
 """A file is written again after this many times the seconds that writing it took, or when the process ends."""
 Stamp: TypeAlias = tuple[int, int, int] | None
-Known: TypeAlias = CallCost | bool
+Measured: TypeAlias = CallCost | bool
 """What was measured: a call's cost, or whether its rows have the same bits in parts."""
+Kind = TypeVar("Kind", CallCost, bool)
 
 
 @dataclass
@@ -29,9 +30,9 @@ class _Content:
 
     stamp: Stamp = None
     """Inode, size and time of the file when this process last read or wrote it; None if there was none."""
-    entries: dict[str, Known] = field(default_factory=dict)
+    entries: dict[str, Measured] = field(default_factory=dict)
     """All that was measured, by signature of the calls."""
-    unsaved: dict[str, Known] = field(default_factory=dict)
+    unsaved: dict[str, Measured] = field(default_factory=dict)
     """What is not in the file yet."""
     due: float = 0.0
     """The earliest `time.monotonic` for the next write, except at exit."""
@@ -41,20 +42,14 @@ _contents: dict[Path, _Content] = {}
 _lock = RLock()
 
 
-def load_costs(file: Path) -> dict[str, CallCost]:
-    """Return the costs by `profile.signature` in a cache file and those still to be written. A missing or damaged
-    file counts as empty."""
+def load(file: Path, kind: type[Kind]) -> dict[str, Kind]:
+    """Return, by text of the calls, the measurements of one kind in a cache file and those still to be written. A
+    missing or damaged file counts as empty."""
     with _lock:
-        return {k: one for k, one in _known(file).entries.items() if isinstance(one, CallCost)}
+        return {k: one for k, one in _known(file).entries.items() if isinstance(one, kind)}
 
 
-def load_kept_bits(file: Path) -> dict[str, bool]:
-    """Return, by `row_bits` text of calls, whether their rows have the same bits in parts."""
-    with _lock:
-        return {k: one for k, one in _known(file).entries.items() if isinstance(one, bool)}
-
-
-def save_costs(file: Path, found: Mapping[str, Known]) -> None:
+def save(file: Path, found: Mapping[str, Measured]) -> None:
     """Add what was measured to a cache file, now or, if it was written shortly before, later or at exit. It can be
     loaded at once."""
     with _lock:
@@ -82,30 +77,22 @@ def _stamp(file: Path) -> Stamp:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _read(file: Path) -> dict[str, Known]:
+def _read(file: Path) -> dict[str, Measured]:
     data = read_cached(file)
     if data is None:
         return {}
     try:
-        return {str(k): one if isinstance(one, bool) else _cost(*one) for k, one in data.items()}  # type: ignore[attr-defined]
+        return {str(k): one if isinstance(one, bool) else CallCost.from_row(*one) for k, one in data.items()}  # type: ignore[attr-defined]
     except (ValueError, TypeError, AttributeError) as error:
         report_damage(file, str(error))
         return {}
-
-
-def _cost(time: float, workspace: int, results: list[int], library: int) -> CallCost:
-    return CallCost(float(time), int(workspace), tuple(map(int, results)), int(library))
 
 
 def _write(file: Path, known: _Content) -> None:
     """Write all entries to the file now. Note in ``known`` that nothing is unsaved, the file's stamp, and when the next
     write is due."""
     began = time.monotonic()
-    # `astuple` copies deeply: 0.3 s for 30,000 entries, instead of 0.01 s.
-    rows = {
-        k: one if isinstance(one, bool) else (one.time, one.workspace, one.results, one.library)
-        for k, one in known.entries.items()
-    }
+    rows = {k: one if isinstance(one, bool) else one.to_row() for k, one in known.entries.items()}
     write_cached(file, json.dumps(rows))
     known.unsaved.clear()
     known.stamp = _stamp(file)
