@@ -1,15 +1,16 @@
-"""The command pipeline-step: a planned pipeline on two ranks, compared with a single process."""
+"""The command pipeline-step: a planned pipeline under torchrun, compared with a single process."""
 
 import json
-import socket
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from forks import run_scripts
 
 from rematplan.cli import main
 
-RANK = Path(__file__).parent / "torchrun_rank.py"
+ROOT = Path(__file__).parent.parent.parent
 SIZES = (
     *("vit_s", "--dim", "depth=2", "--dim", "width=16", "--dim", "image=32", "--dim", "classes=5"),
     *("--dim", "batch=2"),
@@ -24,16 +25,27 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def ranks_of(file: Path, processes: int, folder: Path) -> list[dict]:
+def ranks_of(file: Path, processes: int) -> list[dict]:
     """What the ranks of a pipeline report."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        place = [str(processes), str(one.getsockname()[1])]
-    asked = ["pipeline-step", file, "--verify", "--json", "-S", "time_limit=0.1"]
-    first, *others = run_scripts([[RANK, str(rank), *place, *asked] for rank in range(processes)], folder)
-    for done in (first, *others):
-        assert done.status == 0, done.err[-3000:]
-    return json.loads(first.out)["ranks"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--standalone",
+        "--no-python",
+    ]
+    program = [sys.executable, "-m", "rematplan", "pipeline-step", str(file), "--verify", "--json"]
+    done = subprocess.run(
+        [sys.executable, *command, *program, "-S", "time_limit=0.1"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["ranks"]
 
 
 def check(ranks: list[dict]) -> None:
@@ -44,8 +56,8 @@ def check(ranks: list[dict]) -> None:
     assert all(0.9 * one["promised"] <= one["measured"] <= one["promised"] for one in ranks)
 
 
-def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file, tmp_path) -> None:
-    check(ranks_of(file, 2, tmp_path))
+def test_gradients_equal_those_of_a_single_process_and_peaks_hold(file) -> None:
+    check(ranks_of(file, 2))
 
 
 def test_without_torchrun_the_message_states_the_command(call, file, monkeypatch) -> None:
