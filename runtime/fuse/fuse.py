@@ -31,8 +31,9 @@ class Kernels:
     """What waits for the compilation of a region, by its key."""
 
     def begin(self, step: CapturedStep, regions: Sequence[Region]) -> None:
-        """Begin to compile those of the regions that have no kernel yet; none after `GIVE_UP` failures without a
-        success. The first is compiled before the others: it shows whether there is a compiler, and compiles headers."""
+        """Begin to compile those of the regions that have no kernel yet (into `begun`, failures into `failed`); none
+        after `GIVE_UP` failures without a success. Until one succeeds, each is waited for: it shows whether there is a
+        compiler."""
         for region in regions:
             ops = RegionOps(step, region)
             key = ops.key
@@ -144,8 +145,8 @@ def fuse(
 
 
 def _alike(step: CapturedStep, sizes: SizeValues, kernels: Kernels, known: FusedStep) -> FusedStep:
-    """Return the step with the regions of ``known``, a fused step of the same structure. Where none of its kernels
-    serves the ``sizes``, another is compiled and added to ``known.compiled``."""
+    """Return the step with the regions of ``known``, a fused step of the same structure; failures keep their ops. Where
+    none of a region's kernels serves the ``sizes``, another is compiled and added to ``known.compiled``."""
     kept: dict[Region, FusedKernel] = {}
     failures = list(known.failures)
     for region, found in known.compiled.items():

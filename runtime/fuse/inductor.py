@@ -128,8 +128,8 @@ class _InStages:
         *,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Add rows over ``dims`` (empty: all). `NotImplemented` if they are few or neighbours in memory, are no real
-        numbers on a CPU, or are those of a stage."""
+        """Add rows over ``dims`` (empty: all) in two stages, in float32 or wider. `NotImplemented` if they are few or
+        neighbours in memory, are no real numbers on a CPU, or are those of a stage."""
         kind = dtype or x.dtype
         reduced = sorted(d % x.dim() for d in dims or range(x.dim()))
         # Neighbouring numbers are added in a vector unit, several at a time.

@@ -30,7 +30,8 @@ class CheckedKernel:
         return f"{self.kernel}.checked"
 
     def __call__(self, *args: Any) -> Any:
-        """Return the kernel's results; at the first call those of eager mode if the kernel's fail the check."""
+        """Return the kernel's results. At its first call in any step they are checked; if they fail, those of eager
+        mode are returned and ``kernel.real.error`` says why."""
         if self.kernel.real.checked:
             return self.kernel(*args)
         self.kernel.real.checked = True

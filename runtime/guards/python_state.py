@@ -347,8 +347,8 @@ class PythonState:
         return numbers and set(self._all_uses(*one)) == {COUNTED}
 
     def _sort(self, one: tuple[int, str], before: Any, now: Any) -> None:
-        """Put a name that is set into `guarded`, maybe also into `settled`; or into `unguarded`. If it is only compared
-        with None, a condition is added, and maybe `filled`."""
+        """Put a name that is set into `guarded` or `unguarded`, maybe also into `settled` or `filled`. If it is only
+        compared with None, a condition is added."""
         namespace, name = self.namespaces[one[0]], one[1]
         if before is not UNSET and set(self._all_uses(*one)) == {TESTED}:
             self.unguarded.add(one)
@@ -391,9 +391,8 @@ class PythonState:
     def _refilled(
         self, container: Any, aliases: list[_Alias], written: set[tuple[int, str]]
     ) -> list[tuple[Write, Any]]:
-        """Return the change of a container's content under one alias's name, which is added to ``written``; none if it
-        was there. Put the aliases into `guarded` or `unguarded`. `ModelError` if content that a guard must compare is
-        too large."""
+        """Return the change of a container's content under one alias's name, which joins ``written``; none if it was
+        there. The aliases go into `guarded` or `unguarded`; `ModelError` if the content is too large to be guarded."""
         aliases = [alias for alias in aliases if alias.name not in BOOKKEEPING] or aliases
         known = [alias for alias in aliases if self._all_uses(alias.at, alias.name)]
         uses = {use for a in known for use in (self._all_uses(a.at, a.name) if a.direct else (READ,))}

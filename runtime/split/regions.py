@@ -225,8 +225,8 @@ class _Growth:
         )
 
     def _grow(self, values: Iterable[str]) -> None:
-        """Follow large tensors from each value to the calls that make and read it, and add those that fit; stop above
-        `MOST_CALLS` calls."""
+        """Follow large tensors from each value to the calls that make and read it. Add those that fit to the region
+        (`calls`, `states`), until it has more than `MOST_CALLS`."""
         waiting = deque(values)
         while waiting:
             value = waiting.popleft()
@@ -261,6 +261,8 @@ class _Growth:
         return found if summed <= self.use.sums_of_weights | self.use.of_losses else None
 
     def _add(self, call: Call, states: Mapping[str, State]) -> list[str]:
+        """Add a call with its states to the region; views only add states. Return the values that got the axis
+        newly."""
         new = [v for v, s in states.items() if v not in self.states and isinstance(s, AxisSpan)]
         self.states.update(states)
         if not call.is_view:
@@ -268,7 +270,7 @@ class _Growth:
         return new
 
     def _fill(self) -> None:
-        """Add the calls through which ops of the region need its results in the same half, as far as they fit."""
+        """Add to the region the calls that lie between two of its ops in the same half, as far as they fit."""
         for backward in (False, True):
             mine = {c.name for c in self.step.calls if c.name in self.calls and c.backward == backward}
             before, after = set[str](), set[str]()
@@ -285,7 +287,8 @@ class _Growth:
                     self.calls.add(call.name)
 
     def _settle(self) -> None:
-        """Add and remove calls at the region's border as long as fewer bytes cross it."""
+        """Add or remove the call at the region's border that lowers the bytes crossing it most, and repeat until none
+        does. At more than `MOST_CALLS` calls nothing changes."""
         while True:
             best = None
             for name in self._border():
@@ -322,7 +325,8 @@ class _Growth:
         return sorted(found, key=self.use.position.__getitem__)
 
     def _with_views(self, call: Call) -> dict[str, State] | None:
-        """Return the new states of a call's values and of views to the region; None if it does not fit."""
+        """Return the new states of a call's values and of views to the region; None if the call does not fit. `states`
+        is unchanged afterwards."""
         before, new = self.states, dict[str, State]()
         self.states = ChainMap(new, before)
         try:
@@ -333,7 +337,8 @@ class _Growth:
             self.states = before
 
     def _reach(self, value: str) -> None:
-        """Find the state of a value from that of the tensor it is a view of, if the views fit."""
+        """Add to `states` that of a value and of the views from the nearest known tensor to it, as far as they fit the
+        region."""
         chain = []
         while value not in self.states and value in self.use.maker and self.use.maker[value].is_view:
             chain.append(self.use.maker[value])

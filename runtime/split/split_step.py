@@ -212,7 +212,8 @@ class _Splitter(SumEmitter):
     # One part of a call
 
     def _run(self, call: Call, part: Part) -> None:
-        """Emit one part of a call; `CannotSplit` if the call does not have the axis."""
+        """Emit one part of a call, and add what it sums to the sum so far. `CannotSplit` if the call lacks the axis or
+        the part has another shape than expected."""
         self.region = part.region
         states = states_of(self.step, call, part.region.states, part.region.indices)
         if states is None:
@@ -383,7 +384,7 @@ class _Splitter(SumEmitter):
 
     def _divisor(self, call: Call) -> None:
         """Emit the divisor of a loss's mean, from the targets alone: the number of rows that are not ignored, or the
-        sum of their weights."""
+        sum of their weights. It counts as whole from now on."""
         targets, weight, first = call.args[1], call.args[2], f"{call.name}.ignored"
         total = call.results[1] or f"{call.name}.unused1"
         self._need(targets.value)
@@ -431,6 +432,8 @@ class _Splitter(SumEmitter):
         return f"{name}.negative"
 
     def _reduced(self, call: Call, rows: str, results: tuple[str, str], reduction: int) -> None:
+        """Emit the sum or mean of negative losses (``rows``) by the loss's own op, as scores of one class without
+        ignored rows. ``results``: the names of its two results."""
         column = f"{rows}.column"
         self.view(call, column, ATEN.unsqueeze.default, (Ref(rows), 1))
         args = (Ref(column), Ref(f"{call.name}.marks"), None, reduction, NO_CLASS)

@@ -38,7 +38,7 @@ class SumEmitter(CallEmitter):
         return self.step.values[result].fake.dtype in HALF
 
     def _add_product(self, call: Call, args: tuple[Any, ...], result: str, part: Part) -> None:
-        """Emit a product that is added to the sum so far."""
+        """Emit a product that is added to the sum so far; the first part's is the sum."""
         name = f"{result}.sum{part.at}"
         if part.at:
             args = (Ref(self.sums[result]), *args)
@@ -47,7 +47,8 @@ class SumEmitter(CallEmitter):
         self.sums[result] = name
 
     def _add_rows(self, call: Call, args: tuple[Any, ...], part: Part) -> None:
-        """Emit a sum over one part's rows, which adds to the sum so far."""
+        """Emit the op that adds one part's rows, in place, to the sum so far; the first part keeps the call's own
+        operands."""
         x, result = call.args[-1].value, call.results[0] or ""
         shape = tuple(int(n) for n in self.step.values[x].fake.shape)
         count, whole = part.stop - part.start, part.region.indices
@@ -62,7 +63,8 @@ class SumEmitter(CallEmitter):
         self.sums[result] = name
 
     def _add(self, call: Call, result: str, summand: str, part: Part) -> None:
-        """Emit the addition of a part's result to the sum so far, in float32 if the type has 16 bits."""
+        """Emit the addition of a part's result to the sum so far; the first part's result is the sum. In types of 16
+        bits the sum is in float32."""
         name, half = f"{result}.sum{part.at}", self.values[summand].fake.dtype in HALF
         if part.at:
             self.plain(call, name, ATEN.add.Tensor, (Ref(self.sums[result]), Ref(summand)))
@@ -82,7 +84,8 @@ class SumEmitter(CallEmitter):
         return name
 
     def _finish_sum(self, call: Call, value: str, name: str, mean: Mean | None) -> None:
-        """Let the sum over all parts be the whole result, or its mean. ``name``: of the whole."""
+        """Let the sum over all parts, or its mean, be the whole result ``name``, in the type and strides of ``value``.
+        `CannotSplit` if these strides are impossible."""
         last, like = self.sums[value], self.step.values[value].fake
         if mean:
             last = self._over(call, last, mean)
