@@ -233,7 +233,8 @@ class FlatModel(nn.Module):
         return list(new.values())
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        """Call the model and return its results; `ModelError` if it changes an object that it is called with."""
+        """Call the model and return its results. Objects that it is called with are restored afterwards; `ModelError`
+        if it changed one."""
         objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
             results = self._forward(*args, **kwargs)

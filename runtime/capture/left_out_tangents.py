@@ -108,6 +108,8 @@ class _Reduced:
         return self.renamed.get(value, value)
 
     def _equate(self, result: str, summand: str) -> None:
+        """Let a sum be the value ``summand`` from now on. Unless both fill their storages in one layout and type, the
+        step is impossible (`possible`)."""
         summand = self.renamed.get(summand, summand)
         sum_, other = self.values[result], self.values[summand]
         same_layout = sum_.fake.stride() == other.fake.stride() and sum_.fake.dtype == other.fake.dtype

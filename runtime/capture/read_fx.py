@@ -222,8 +222,8 @@ class _Reader:
         self.calls.append(replace(call, is_view=is_view))
 
     def _is_no_call(self, node: fx.Node) -> bool:
-        """Return whether a node creates no tensor: a size, an alias of an earlier value (which is recorded), a buffer's
-        new content, a mark."""
+        """Return whether a node creates no tensor: a size, a mark, an alias of an earlier value, or a buffer's new
+        content. The last two are recorded in `alias` and `renewed`."""
         if self.table and isinstance(node.meta.get("val"), SIZES):
             return True
         if getattr(node.target, "__name__", "") == "getitem":

@@ -55,8 +55,9 @@ class UntiedModule(nn.Module):
         self.short_of = {slot: short[id(tensor)] for slot, tensor in slots(module).items()}
 
     def forward(self, *given: torch.Tensor) -> Any:
-        """Call the inner module on the batch, and return its results and the assertions' empty tensors. ``given``: the
-        batch, then `counts` tensors that only carry numbers."""
+        """Call the inner module on the batch, with the traced tensors as its own until `replaced` is closed. Return its
+        results and the assertions' empty tensors. ``given``: the batch, then `counts` tensors that only carry numbers.
+        `ModelError` for hooks on parameters and buffers of another shape or type."""
         batch, carriers = given[: len(given) - self.counts], given[len(given) - self.counts :]
         inner = self.__dict__["inner"]
         buffers = {self.names[short]: getattr(self, short) for short in self._buffers}

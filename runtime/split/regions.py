@@ -270,7 +270,7 @@ class _Growth:
         return new
 
     def _fill(self) -> None:
-        """Add to the region the calls that lie between two of its ops in the same half, as far as they fit."""
+        """Add to the region the calls between two of its ops in the same half, as far as they fit."""
         for backward in (False, True):
             mine = {c.name for c in self.step.calls if c.name in self.calls and c.backward == backward}
             before, after = set[str](), set[str]()
