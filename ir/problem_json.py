@@ -83,6 +83,7 @@ def load_problem(path: str | Path) -> TrainingGraph:
 
 
 def _op_to_json(op: Op) -> dict[str, Any]:
+    """Return an op as JSON data; phase, gain and noise only if they differ from the defaults."""
     data: dict[str, Any] = {
         "name": op.name,
         "reads": list(op.reads),

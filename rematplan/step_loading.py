@@ -226,6 +226,8 @@ def _open(loaded: LoadedStep, inverses: bool) -> LoadedStep:
 
 
 def _of_file(graph: Graph, seed: int, weightless: bool, device: torch.device) -> Made:
+    """Return an ONNX graph as a module, random inputs, and the context in which both are used. ``weightless``: without
+    data."""
     if weightless:
         return without_data(
             lambda: OnnxModule(graph, device="meta").train(),
@@ -238,6 +240,8 @@ def _of_file(graph: Graph, seed: int, weightless: bool, device: torch.device) ->
 
 
 def _of_zoo(name: str, sizes: Sizes, seed: int, weightless: bool, device: torch.device) -> Made:
+    """Return a network of the zoo, example inputs, and the context in which both are used. ``weightless``: without
+    data."""
     stated = asdict(sizes)
     if weightless:
         return without_data(

@@ -312,7 +312,7 @@ class Search:
             self._report(effort)
 
     def _set_price(self, share: float, low: float | None = None) -> None:
-        """Set the price of bytes over the budget when ``share`` of a stage is done. With phases, and near the stage's
+        """Set the price of bytes over the budget when ``share`` of a stage is done. With phases, or near the stage's
         end, the annealer adapts it itself. ``low``: the price at the beginning; None: the schedule's."""
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:

@@ -162,7 +162,8 @@ def candidate(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 @inner
 def drop_one(P: Problem, S: State, over: bool, allowed: float) -> bool:
     """Free a tensor that is unused at a random slot, and recompute it, with what that needs, before its next read.
-    Return False, without a change of the sequence, if that fails.
+    Return False, without a change of the sequence, if no such tensor is found, the ops cost too much, or slots or nodes
+    are short.
 
     ``allowed``: the largest increase of the energy, beyond which the move is given up. ``over``: prefer a slot over the
     budget.

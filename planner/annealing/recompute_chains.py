@@ -67,7 +67,8 @@ def collect(P: Problem, S: State, op: int, slot: int, limit: float) -> int:
     """Collect in ``S.chain``, ascending, the ops to run before ``slot`` so that ``op`` can run there, and return their
     number. Of the inputs that are not live, it chooses by price or at random which to recompute and which to hold.
 
-    The number is 0 if the ops cost more than ``limit``, or one that is needed cannot be added.
+    The number is 0, and ``S.chain`` has no meaning, if the ops cost more than ``limit``, or one that is needed cannot
+    be added.
     """
     greedy = uniform(S.random) < 0.6
     most = a_length(S) if P.plain else CHAIN

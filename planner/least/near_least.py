@@ -171,7 +171,8 @@ def _improve(values: Values, bound: int) -> None:
 
 def _runs_within(demands: Demands, values: Values, level: int, effort: Effort) -> list[int]:
     """Return a sequence of runs (positions in `Demands.ops`) of at most ``level`` bytes without inputs and small
-    tensors; an empty one if none is found. `TooLong` if it would have more than `NearLeastOptions.longest` runs."""
+    tensors; an empty one if none is found. `TooLong` if it would have more than `NearLeastOptions.longest` runs, or
+    more than the effort left allows."""
     value, outputs = demands.tables.value, demands.large_of(demands.outputs)
     before = value.copy()
     of_backward = np.array([demands.backward[v] for v in demands.tables.maker], np.bool_)

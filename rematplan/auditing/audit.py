@@ -130,6 +130,8 @@ def _check(model: object, args: object, kwargs: object, loss: object, plain: obj
 
 
 def _audited(step: Step, plain: Callable[..., Any] | None, plan: bool, progress: Progress) -> Audit:
+    """Watch, compare and measure a step, with and without its checkpointing. With ``plan``, also plan it at its own
+    peak; if that fails, a note says why."""
     progress(0.0, "watching")
     seen, error = watched(step)
     step = replace(step, compiled=seen.compiled)

@@ -213,6 +213,8 @@ def _without_rounding(
 
 
 def _float64_errors(step: Step, other: Step, path: Context) -> list[dict[str, float]] | None:
+    """Return, for each step, tensors' relative errors in float64 between the two paths, by name. None if the model does
+    not run in float64, or FSDP2 shards it."""
     if any(hasattr(p, "__tensor_flatten__") for p in step.model.parameters()):
         return None  # FSDP2 knows the types that its parameters had
     try:

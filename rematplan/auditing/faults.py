@@ -193,6 +193,8 @@ TRAIN_INPUTS = (
 
 
 def _missing(names: tuple[str, ...], seen: Watched) -> Fault:
+    """Return the fault that the tensors ``names`` have a gradient with or without checkpointing only, with its likely
+    cause among the regions seen."""
     silent = [r for r in seen.regions if r.kind == REENTRANT and not r.inputs_train]
     if nested := [r for r in silent if r.nested_train]:
         return _fault(
@@ -294,6 +296,8 @@ def _first_differences(seen: Watched, other_ops: bool = False) -> list[FirstDiff
 
 
 def _of_op(found: Sequence[FirstDifference], names: tuple[str, ...], error: float) -> Fault:
+    """Return the fault that an op differs first in a recomputation, with its cause. ``error``: the largest relative
+    error of the tensors ``names``."""
     first = found[0]
     cause = cause_of(first)
     others = chooses_others(first.region)
@@ -338,6 +342,8 @@ def _buffers(model: nn.Module, found: Sequence[Difference]) -> Iterator[Fault]:
 
 
 def _state(names: Sequence[str], found: StepDifferences) -> Fault:
+    """Return the fault that a recomputation changes Python state again, of which ``names`` are the places; the first
+    one is shown with both values."""
     name = names[0].removeprefix("attribute ")
     values = found.others.get(names[0])
     change = f": {name} is {values[1]} instead of {values[0]}" if values else f": {name}"

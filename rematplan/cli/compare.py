@@ -146,6 +146,7 @@ def _rank(plan: Plan, budget: int) -> tuple[int, float]:
 
 
 def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRival]:
+    """Run each rival's plan for ``steps`` steps, verify it, and return the rivals with their reports."""
     from rematplan import api
 
     done = []
@@ -159,6 +160,8 @@ def _run(rivals: list[PlannedRival], steps: int, out: Output) -> list[PlannedRiv
 
 
 def _document(plain: Source, budget: int, rivals: list[PlannedRival]) -> dict[str, Any]:
+    """Return the comparison as JSON data: a row of predicted figures for each rival, and measured ones if it has
+    run."""
     rows = []
     for r in rivals:
         e = r.plan.estimate

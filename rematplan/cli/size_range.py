@@ -156,6 +156,7 @@ def _row(plan: RangePlan, row: RangeRow[int]) -> dict[str, Any]:
 
 
 def _csv(plans: Sequence[RangePlan]) -> str:
+    """Return the rows of all proofs as CSV text, one for each budget and size."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

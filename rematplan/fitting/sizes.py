@@ -232,6 +232,8 @@ class SizeSearch:
         return self._rows[size]
 
     def _row(self, size: int) -> AtSize:
+        """Return the figures at a size: bytes with the margin, seconds, and whether the step fits, without
+        recomputation or with the plan."""
         margin = sum(self.asked.margin.values())
         plan, base = self.plan(size), self.base(size)
         return AtSize(

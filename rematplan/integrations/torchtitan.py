@@ -32,6 +32,7 @@ class BudgetAC(ActivationCheckpointing):  # type: ignore[misc]
         """The source of the ops' costs."""
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        """Plan a transformer block in place, within the budget of the configuration; `UsageError` if it has none."""
         del base_fqn
         warn_if_untested("torchtitan", TESTED_TORCHTITAN)
         config = self.config

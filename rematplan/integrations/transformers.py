@@ -96,6 +96,9 @@ class _CountOptimizer(TrainerCallback):  # type: ignore[misc]
 
 
 def _taking_budgets(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a variant of a method that enables checkpointing: given a ``budget``, it plans the model in place instead.
+    `UsageError` with options that a budget replaces."""
+
     @functools.wraps(method)
     def enabling(model: Any, *args: Any, **kwargs: Any) -> None:
         given = next((kwargs[name] for name in KEYWORDS if kwargs.get(name)), args[0] if args else None)

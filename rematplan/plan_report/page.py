@@ -148,6 +148,7 @@ def _drawn(name: str, figure: Any) -> str:
 
 
 def _figure(x: str, y: str, height: int = 420) -> Any:
+    """Return an empty figure with the page's colours. ``x``, ``y``: the axes' titles; ``height``: pixels."""
     from plotly import graph_objects
 
     grid = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.4)"}
@@ -336,6 +337,7 @@ def _trade_off(subject: Subject, base: Plan) -> Any:
 
 
 def _tree(branch: Branch) -> Iterator[str]:
+    """Yield the HTML of a branch's modules, nested, with the figures of each; equal neighbours are one line."""
     if not branch.name and branch.runs:
         yield f"<p>{_figures(branch, 1)}</p>"
     for name, times, inner in folded(branch):
@@ -359,6 +361,7 @@ def _ops(number: int) -> str:
 
 
 def _held(subject: Subject, found: Replay) -> str:
+    """Return an HTML table of the tensors that are resident at the plan's peak, with what would lower it."""
     rows = [
         f"<tr><td>{_name(h.tensor)}</td><td class=n>{show_bytes(h.bytes)}</td><td>{_name(h.op)}<br>"
         f'<span class="f">{_name(h.module)}</span></td><td>{_name(", ".join(h.readers[:4]) or "nobody")}</td>'

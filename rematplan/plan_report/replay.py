@@ -144,6 +144,8 @@ def held_at_peak(graph: TrainingGraph, plan: Plan, replayed: Replay, most: int =
 
 
 def _advice(graph: TrainingGraph, tensor: str, peak: str, used: Iterable[str]) -> str:
+    """Return what would free ``tensor`` at the peak, or why it stays. ``peak``: the op that runs there; ``used``: what
+    that op reads or writes."""
     maker = graph.ops[graph.producer[tensor]]
     if tensor in used:
         return f"{peak} reads or writes it: a smaller batch, or this op in parts"

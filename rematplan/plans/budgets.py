@@ -130,6 +130,7 @@ def parse_budget(text: str, kinds: Collection[str] = tuple(FORMS), name: str = "
 
 
 def _parsed(text: str) -> Budget | None:
+    """Return the budget that a text states, of any kind; None if it is not understood."""
     if (word := text.strip().lower()) in LEAN:
         return Budget(text, word, Fraction(0))
     match = _NUMBER.fullmatch(text.strip())

@@ -55,8 +55,9 @@ def priced(
     sized: SizedCosts | None = None,
 ) -> TrainingGraph:
     """Return the planning problem of a captured step, with microseconds and workspace bytes of each op as ``costs``
-    names them. ``sized`` remembers measured costs between calls (None: they are measured anew). Inverses whose
-    predicted relative error exceeds ``max_inversion_error`` (None: the usual limit) are left out."""
+    names them. ``sized`` remembers measured costs between calls (None: they are measured anew). Inverses of tensors
+    whose predicted relative error exceeds ``max_inversion_error`` (None: the usual limit) are left out. `UsageError`
+    for unknown ``costs``."""
     found: Mapping[str, CallCost]
     match known_costs(costs):
         case DeviceModel() as device:

@@ -164,6 +164,8 @@ class Planner(StepProblems):
         return self.with_inverses(self.rewritten(step).step)
 
     def _split(self, step: CapturedStep, first: bool) -> RewrittenStep:
+        """Return the step split as the options say: not at all, as the saved plan has it, or as asked. ``first``:
+        whether a named module without splits is an error."""
         if self.options.split == UNSPLIT:
             return RewrittenStep(step)
         charged, _ = self._with_earlier_gradients(step)
@@ -238,6 +240,8 @@ class Planner(StepProblems):
         return step, problem_in_flight(step, graph, loss)
 
     def _alone(self, step: CapturedStep, progress: Progress | None = None) -> StepPlan:
+        """Return the plan of a step that begins without gradients: the saved one, or one of a search, with or without
+        inverses. `InfeasibleBudget` if none is found."""
         shown = nullcontext(progress) if progress else progress_bar(step.name)
         with shown as progress:
             if self.options.saved is not None:

@@ -74,6 +74,7 @@ def largest_table(fit: Fit) -> Table:
 
 
 def _cells(row: AtSize) -> tuple[str, ...]:
+    """Return a row of the table of sizes as text; an unknown rate is empty."""
     return (
         str(row.size),
         show_bytes(row.without),

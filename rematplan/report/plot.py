@@ -179,6 +179,8 @@ class _Picture:
         axes.grid(alpha=0.3)
 
     def _staircase(self, axes: Axes, name: str, colour: str, marker: str, size: float) -> None:
+        """Draw one strategy's curve into ``axes``, as steps up to the right edge, since a plan serves all budgets above
+        its peak."""
         points = self.curves[name]
         if points[-1][0] < self.right:  # a plan also serves every budget above its peak
             points = [*points, (self.right, points[-1][1])]

@@ -99,6 +99,7 @@ def _describe_output(description: Any, names: Mapping[str, str]) -> tuple[Output
 
 
 def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
+    """Return the error for a forward that changes an input or a parameter in place."""
     place = mutation.mutated_input
     if not hasattr(place, "target"):
         return ModelError(f"the model changes its input {place.idx} in place")

@@ -127,6 +127,7 @@ class _Reduced:
     def _finished(
         self, missing: Set[str], left_out: frozenset[str], calls: list[Call]
     ) -> CapturedStep | None:
+        """Return the step of ``calls`` without the inputs ``missing``, or None if its bits would differ."""
         if not self.possible:
             return None
         step = replace(

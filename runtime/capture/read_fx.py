@@ -122,6 +122,8 @@ class _Reader:
         self.storages: dict[int, str] = {}  # address of a fake's storage → its name
 
     def read(self, name: str) -> CapturedStep:
+        """Read all nodes, and return the step. `ModelError` if a node cannot be planned, `NoGradients` if no output is
+        a gradient."""
         graph = self.module.graph
         for at, node in enumerate(graph.nodes):
             if node.op == "placeholder":

@@ -67,6 +67,8 @@ class SyntheticArguments:
         return (*args[:at], different.to(args[at].dtype).view(args[at].shape), *args[at + 1 :])
 
     def _tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of a value's type and layout: a constant or known numbers themselves, what only its call can
+        make from running that, else arbitrary numbers."""
         if name in self.step.constants:
             return self.step.constants[name]
         fake = self.step.values[name].fake

@@ -61,6 +61,8 @@ class _ForwardNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, link: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        """Run the forward half of ``call``, and return its outputs, those without gradients marked, and an empty tensor
+        that links later segments to this node."""
         del inputs
         ctx.call, ctx.link = call, link.device
         ctx.set_materialize_grads(False)  # gradients of unused outputs stay None

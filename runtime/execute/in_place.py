@@ -135,8 +135,8 @@ def reused_bytes(
 
 
 def reused_bytes_of_all(step: CapturedStep, operands: Operands, schedule: Schedule) -> tuple[int, ...]:
-    """Return, by position, the bytes that a schedule counts although results are in overwritten operands. All its
-    entries run in one function, as those of a dataflow's stage do."""
+    """Return, by position, the bytes that a schedule counts although results are in overwritten operands. It is for
+    code that runs all entries, as that of a dataflow's stage does."""
     reused = [0] * len(schedule)
     for start, end, value in _reuses(operands, schedule):
         for at in range(start, end):

@@ -289,6 +289,8 @@ class OpTape:
         touches: frozenset[int],
         expected: Any,
     ) -> RecordedCall:
+        """Return a call as a record in which known tensors are numbers. ``results``: the numbers of its results;
+        ``touches``: the storages that it makes or writes."""
         places: list[int] = []
 
         def at(tensor: torch.Tensor) -> TensorNumber:

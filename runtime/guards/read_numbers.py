@@ -139,6 +139,9 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _deciding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a comparison for read numbers, whose outcome is a recorded decision. It is refused if it depends on
+    counted numbers, and NotImplemented for other operands."""
+
     def method(self: ReadNumber, *others: Any) -> Any:
         found = _combined(function, self, *others)
         if found is None:

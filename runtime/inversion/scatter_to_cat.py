@@ -211,6 +211,8 @@ def _select_scatter(now: _Rewriter, call: Call) -> bool:
 
 
 def _index_put(now: _Rewriter, call: Call) -> bool:
+    """Rewrite an index_put into a regular slice as a scatter of that slice, and return whether that was possible: not
+    if it accumulates or broadcasts."""
     arguments = now.arguments(call)
     base, source, at = (
         arguments["self"],

@@ -76,6 +76,8 @@ class _Parter:
         self.position = {call.name: at for at, call in enumerate(step.calls)}
 
     def part(self) -> SplitStep:
+        """Split the forward's storages, except those of ``leave``, into parts where that is possible, and return the
+        step; the same step if none can be."""
         for call in self.step.calls:
             made = [self.values[r] for r in call.made]
             if not call.is_view and not call.backward:

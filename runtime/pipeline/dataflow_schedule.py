@@ -205,6 +205,9 @@ class _Step:
                 channel.finish()
 
     def _hooks(self, m: int) -> StageHooks:
+        """Return the hooks of micro-batch ``m``: outputs are sent on, or kept by the last stage; gradients are sent
+        back unless this is the first."""
+
         def keep(outputs: Sequence[torch.Tensor]) -> None:
             self.made[m] = tuple(outputs)
 

@@ -64,6 +64,7 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
 
 
 def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
+    """Return the op of a call, with its cost and, of an inverse, how it passes errors on."""
     return Op(
         name=call.name,
         reads=step.reads(call),

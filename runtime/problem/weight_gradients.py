@@ -54,6 +54,8 @@ def with_separate_weights(step: CapturedStep) -> CapturedStep:
 
 
 def _split_call(call: Call) -> tuple[Call, ...]:
+    """Return two calls that compute the gradients of input and weights separately; the call alone if it cannot be split
+    or computes one kind only."""
     row = MASKED.get(call.target)
     if row is None or call.results[row.input] is None:
         return (call,)

@@ -209,6 +209,8 @@ class _Growth:
         return isinstance(self.states.get(value), AxisSpan)
 
     def region(self) -> SplitRegion:
+        """Return the region as it has grown, with the names of its forward modules; `LOSS` is among them if it computes
+        losses."""
         calls = [c for c in self.step.calls if c.name in self.calls]
         modules = [c.module for c in calls if c.module and not c.backward]
         made = [r for c in calls for r in c.made]

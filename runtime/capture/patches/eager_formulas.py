@@ -107,6 +107,9 @@ _weight_of_targets.register_fake(lambda weight, target, ignored: weight.new_empt
 
 
 def _cross_entropy_of(op: OpOverload) -> Callable[..., Any]:
+    """Return a cross entropy by the formula that eager mode chooses for a weighted mean with smoothing; ``op`` computes
+    other cases."""
+
     def cross_entropy(
         x: torch.Tensor,
         target: torch.Tensor,
