@@ -33,7 +33,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        call = partial(func, *args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _with_memory, (args, kwargs or {}))
+        call = partial(func, *args, **kwargs)
         if self._paused:
             return call()
         before = self.live
@@ -83,6 +84,13 @@ class LiveBytes(TorchDispatchMode):
             yield
         finally:
             self._paused = before
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or zeros in place of one without memory, which kernels read below a dispatch mode."""
+    if not tensor._is_zerotensor():
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:

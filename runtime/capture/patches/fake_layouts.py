@@ -6,11 +6,12 @@ tensor twice where kernels return two, which PyTorch's cache of fakes forgets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from rematplan.ir import ModelError
 from rematplan.runtime.costs.measure import physical_memory
 from rematplan.runtime.graph.captured_step import CapturedStep, substitute
 from rematplan.runtime.graph.compat import (
@@ -171,6 +172,16 @@ def distrust(ops: Collection[Any]) -> None:
     DISTRUSTED.update(ops)
 
 
+def _check_memory(arguments: Iterable[Any]) -> None:
+    """Raise `ModelError` for a zero tensor without memory: PyTorch reads it while it traces, which ends the process."""
+    for one in arguments:
+        if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor) and one._is_zerotensor():
+            raise ModelError(
+                "its forward takes a derivative (torch.func.jvp, jacfwd or hessian) that is zero whatever it is given, "
+                "which PyTorch cannot trace; plan the modules that take none"
+            )
+
+
 def is_unsure(op: Any, arguments: Any = None, *, ones: bool) -> bool:
     """Return whether an op's fakes may have other strides than the kernel's results. ``arguments``: None if they may
     be tensors that are not contiguous. ``ones``: a result has a size of 1, with an arbitrary stride."""
@@ -201,6 +212,7 @@ class TrueLayouts(FakeTensorMode):
     ) -> Any:
         """Return an op's results as fake tensors with the strides that its kernel gives them. Where fake tensors may
         differ, the op runs on real ones. Raises `NotSymbolic` if results do not follow from symbolic sizes."""
+        _check_memory(args)
         try:
             result = self._shaped(func, args)
             if result is None and func in WHOLE_STORAGES:
