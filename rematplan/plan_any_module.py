@@ -31,7 +31,7 @@ from rematplan.plans.options import (
 )
 from rematplan.plans.planner import Planner
 from rematplan.runtime.capture.flat_module import check_call
-from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.execute.compiled_plan import finish_backward
 from rematplan.runtime.problem.policy import stated_policy
 from rematplan.runtime.statistics.options import Kronecker
@@ -286,7 +286,7 @@ def _planned(
 ) -> PlannedModule:
     check_call(model, args, kwargs)
     asked = asked_of(model, args, kwargs or {}, **options)
-    planned = planned_module(model, asked.runner(model, named=names_of_tensors(model)))
+    planned = planned_module(model, asked.runner(model, named=tensors_in_step(model)))
     make_first_plans(planned, asked, model, args, kwargs or {})
     watch_backwards(planned)
     return planned  # type: ignore[return-value]
@@ -313,11 +313,6 @@ class ModuleOptions:
         model's parameters and buffers, as far as they are known."""
         planner = Planner(self.options, named=named)
         return WholeOrParts(type(model).__name__, planner, self.shapes, self.statistics, modules)
-
-
-def names_of_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model under the names that captured steps use."""
-    return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
 
 
 def asked_of(

@@ -21,8 +21,9 @@ from rematplan.module.forward_capture import Original
 from rematplan.module.plan_access import IN_PLACE, HasRunner, watch_backwards
 from rematplan.parts.find_modules import named_modules
 from rematplan.parts.whole_or_parts import WholeOrParts
-from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans, names_of_tensors
+from rematplan.plan_any_module import ModuleOptions, asked_of, make_first_plans
 from rematplan.runtime.capture.flat_module import check_module, flattened_call
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.graph.compat import OptimizedModule, disable_dynamo, is_tested
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -194,7 +195,7 @@ class InPlace(HasRunner):
         """Make the first plans. Print one line about them if the model is planned as a whole; in parts, the parts have
         printed it."""
         runner = self._rematplan
-        runner.planner = replace(runner.planner, named=names_of_tensors(self.model))
+        runner.planner = replace(runner.planner, named=tensors_in_step(self.model))
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
         make_first_plans(self.model, self.asked, plain, args, kwargs)
         if runner.parts is None:

@@ -20,7 +20,7 @@ from rematplan.module.captures import ReadyCapture, capture_call
 from rematplan.runtime.capture.fake_weights import is_weightless, without_data
 from rematplan.runtime.capture.with_loss import WithLoss, with_loss
 from rematplan.runtime.costs.measure import check_fits
-from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.inversion.find_inverses import is_exact, with_exact_inverses, with_inverses
 from rematplan.runtime.onnx.module import OnnxModule
@@ -75,7 +75,7 @@ class LoadedStep:
         """The parameters and buffers by their names in the step; empty without weights."""
         if is_weightless(self.batch):
             return {}
-        return {f"model.{name}": tensor for name, tensor in named_tensors(self.module).items()}
+        return tensors_in_step(self.module)
 
 
 @dataclass(frozen=True)

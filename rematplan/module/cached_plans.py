@@ -21,6 +21,7 @@ from rematplan.planner.core.plan import Plan
 from rematplan.plans.refining import StepPlan
 from rematplan.runtime import guards
 from rematplan.runtime.execute.compiled_plan import CompiledPlan
+from rematplan.runtime.graph.captured_step import in_model
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.statistics.insert import StatisticsStep
 
@@ -94,7 +95,7 @@ class CacheEntry:
     def targets(self) -> dict[str, str]:
         """By name in the model, the name in the step of each parameter that gets a gradient."""
         found = (o.target for o in self.compiled.like.outputs if o.kind == "gradient")
-        return {target.removeprefix("model."): target for target in found}
+        return {in_model(target): target for target in found}
 
     def fitting(self, gradients: int, names: Set[str]) -> CacheEntry | None:
         """Return the entry for the same call whose plan fits the budget while gradients of earlier steps exist; None

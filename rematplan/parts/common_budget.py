@@ -38,7 +38,7 @@ from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import stage_problem, whole_outputs
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import MODEL, CapturedStep
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.loss_memory import COPIES
 
@@ -308,7 +308,7 @@ def _always(asked: PlanOptions, named: Mapping[str, torch.Tensor], *, accumulati
 
 def _gradients(rehearsed: Rehearsed, named: Mapping[str, torch.Tensor]) -> int:
     """Return the bytes of all gradients at the optimizer's step. ``named``: with ``model.`` before the names."""
-    inside = tuple(f"model.{name}." if name else "model." for name, _ in rehearsed.calls)
+    inside = tuple(f"{MODEL}{name}." if name else MODEL for name, _ in rehearsed.calls)
     trained = {name: _bytes(t) for name, t in named.items() if t.requires_grad}
     of_parts = sum(size for name, size in trained.items() if name.startswith(inside))
     # Those of the rest may be sparse, and then take less than their parameters.

@@ -40,7 +40,8 @@ from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.capture.hidden_tensors import hides_tensors
 from rematplan.runtime.costs.optimizer_memory import plain_tensors
-from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compile import named_tensors, tensors_in_step
+from rematplan.runtime.graph.captured_step import MODEL
 from rematplan.runtime.graph.warn import warn
 
 ANEW = "it had another graph in many calls, each with a capture"
@@ -62,10 +63,8 @@ class Division:
         captures: dict[Hashable, Captures] = {}  # equal modules share theirs
         for name, groups in calls.items():
             module, first = model.get_submodule(name), next(iter(groups))
-            named = {f"model.{key}": t for key, t in named_tensors(module).items()}
-            planner = PartPlanner(
-                of_part(options), named=named, parts=tuple(plan.parts[one] for one in groups)
-            )
+            mine = tuple(plan.parts[one] for one in groups)
+            planner = PartPlanner(of_part(options), named=tensors_in_step(module), parts=mine)
             runner = self.runners[name] = Runner(name, planner, ShapeOptions())
             runner.captures = captures.setdefault((first.function, first.state), runner.captures)
             ready = (*runner.captures.ready, *(one.capture for one in groups))
@@ -267,7 +266,7 @@ class PlannedParts:
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
         """Return the division of the budget for a rehearsed step. If no plans fit, raise `InfeasibleBudget`, or take
         the smallest budget found and warn, as `reaction` says. ``sums``: whether gradients of earlier steps exist."""
-        named = {f"model.{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
+        named = {f"{MODEL}{name}": t for name, t in with_shards(model, named_tensors(model)).items()}
         options, store = self.planner.options, self.planner.store
         around = fsdp_bytes(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
         fixed = self.planner.fixed.get(self.planner.budget_key)

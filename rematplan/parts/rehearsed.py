@@ -12,7 +12,7 @@ import torch
 
 from rematplan.module.captures import ReadyCapture
 from rematplan.runtime.capture.flat_module import ResultTensor
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import CapturedStep, in_model
 from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.inversion.find_inverses import with_exact_inverses
 
@@ -49,7 +49,7 @@ class EqualParts:
         """The names of the parameters that several forward ops read, such as tied ones."""
         inputs = self.capture.found.step.inputs
         named = ((i.target, i.value) for i in inputs if i.kind == "parameter")
-        return frozenset(name.removeprefix("model.") for name, value in named if self._reads[value] > 1)
+        return frozenset(in_model(name) for name, value in named if self._reads[value] > 1)
 
     @cached_property
     def _reads(self) -> Counter[str]:

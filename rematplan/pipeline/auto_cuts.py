@@ -19,8 +19,7 @@ from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.plans.budgets import Budget
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
-from rematplan.runtime.execute.compile import named_tensors
-from rematplan.runtime.pipeline.dataflow_stage import WRAPPER
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.pipeline.exported_model import exported
 from rematplan.runtime.pipeline.stage_modules import StageModule, cut_names
 
@@ -39,9 +38,8 @@ def auto_cuts(
     if len(known) < schedule.stages - 1:
         raise UsageError(f"the model has {len(known) + 1} places for stages, not {schedule.stages}")
     own = asked if schedule.name not in CHANNELS else replace(asked, inverses=True)
-    named = {f"{WRAPPER}{name}": tensor for name, tensor in named_tensors(model).items()}
     whole = StageModule(model, tuple(args), dict(kwargs), ())
-    planner = Planner(own, named=named)
+    planner = Planner(own, named=tensors_in_step(model))
     step = planner.with_inverses(captured_step(whole))
     chain = named_chain(step, planner.priced(step), only=known, prefix="")
     if not set(known).issuperset(chain.names[1:]):

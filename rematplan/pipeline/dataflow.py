@@ -24,12 +24,12 @@ from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 from rematplan.plans.planner import Planner
 from rematplan.plans.stage_problems import reusable_bytes
-from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.execute.in_place import overwritable_operands, reused_bytes_of_all
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.pipeline.dataflow_code import check_crossing, compile_stage
-from rematplan.runtime.pipeline.dataflow_stage import WRAPPER, DataflowStage
+from rematplan.runtime.pipeline.dataflow_stage import DataflowStage
 from rematplan.runtime.pipeline.dataflow_step import Handed, dataflow_step, with_dataflow_boundary
 from rematplan.runtime.pipeline.random_seeds import STATE
 from rematplan.runtime.pipeline.stage_modules import StageModule
@@ -78,7 +78,7 @@ def dataflow_part(
     """Capture a stage of a dataflow pipeline, where inverses recover activations in the backward, and make its planning
     problem. ``loss``: None for the memory that the options state or assume."""
     first, last = number == 0, number == stages - 1
-    named = {f"{WRAPPER}{name}": t for name, t in named_tensors(stage.module).items()}
+    named = tensors_in_step(stage.module)
     captured = captured_step(stage)
     step = dataflow_step(captured, named, first=first, last=last)
     graph = planner.priced(step)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.stage_chain import Groups, StageChain, blocks_at, stage_chain
-from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, in_model
 from rematplan.runtime.graph.module_names import prefixes
 from rematplan.runtime.problem.random_states import drawing_op
 
@@ -66,7 +66,7 @@ def named_chain(
         if o.kind == "gradient" and o.target in owner
     }
     batch = frozenset(name for name, kind in kinds.items() if kind == "batch")
-    labels = {storage: name.removeprefix(WRAPPER).removeprefix(prefix) for name, storage in owner.items()}
+    labels = {storage: in_model(name).removeprefix(prefix) for name, storage in owner.items()}
     begins = _begins(step, graph, wanted, only, prefix)
     if not begins:
         chain = stage_chain(graph, MOST_BLOCKS, gradients, labels)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import InputKind, OutputKind
+from rematplan.runtime.graph.captured_step import InputKind, OutputKind, in_model
 
 MUTATED = "InputMutationAOTOutput"
 """The name of the tracer's class for outputs that are an input's new content."""
@@ -103,7 +103,7 @@ def _in_place(mutation: Any, names: Mapping[str, str]) -> ModelError:
     place = mutation.mutated_input
     if not hasattr(place, "target"):
         return ModelError(f"the model changes its input {place.idx} in place")
-    name = names.get(place.target, place.target).removeprefix("model.")
+    name = in_model(names.get(place.target, place.target))
     return ModelError(
         f"the forward changes the parameter {name} in place (as an embedding with max_norm does), which a plan cannot "
         f"contain; change it between steps"

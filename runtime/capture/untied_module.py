@@ -17,6 +17,7 @@ from rematplan.runtime.capture.patches.assertion_ops import Checks
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.lists_of_tensors import lists_of_tensors_stacked
 from rematplan.runtime.capture.patches.tensor_data import written_data
+from rematplan.runtime.graph.captured_step import in_model
 from rematplan.runtime.guards.assertions import SpeculatedAssertions
 from rematplan.runtime.guards.call_key import is_cast_anew
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
@@ -65,7 +66,7 @@ class UntiedModule(nn.Module):
         if self.finite:
             self.finite.begin()
         if self.decisions:
-            own = {name.removeprefix("model."): t for name, t in buffers.items()}
+            own = {in_model(name): t for name, t in buffers.items()}
             self.decisions.begin(own, batch, [carrier.shape[0] for carrier in carriers])
         # The inner module has the traced tensors until `replaced` is closed: a backward that calls the module again (an
         # ODE's adjoint) must find them in it.
@@ -109,7 +110,7 @@ class UntiedModule(nn.Module):
         changed = [slot for slot, tensor in self.left.items() if now.get(slot) is not tensor]
         if changed:
             raise ModelError(
-                f"the backward changes {changed[0].removeprefix('model.')} (in a hook or an autograd.Function), which "
+                f"the backward changes {in_model(changed[0])} (in a hook or an autograd.Function), which "
                 f"a planned one does not"
             )
 
@@ -119,7 +120,7 @@ def _check_no_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in parameters.items():
         if parameter._backward_hooks:
             raise ModelError(
-                f"the forward registers a hook on {name.removeprefix('model.')}, which stays there; register it before "
+                f"the forward registers a hook on {in_model(name)}, which stays there; register it before "
                 f"the model is planned"
             )
 

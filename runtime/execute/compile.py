@@ -18,7 +18,7 @@ from rematplan.runtime.execute.codegen import Note, Writer, read_from
 from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import unused_by
 from rematplan.runtime.execute.two_lane_codegen import LaneWriter
-from rematplan.runtime.graph.captured_step import CapturedStep, StepOutput
+from rematplan.runtime.graph.captured_step import MODEL, CapturedStep, StepOutput
 from rematplan.runtime.graph.tracked_sizes import SizeValues
 from rematplan.runtime.problem.backward_segments import gradient_segments
 from rematplan.runtime.problem.loss_boundary import split_at_loss
@@ -140,6 +140,10 @@ def _check_order(step: CapturedStep, schedule: Schedule) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers by name, as a captured step names them. A tensor with several names is
-    returned under the first."""
+    """Return a module's parameters and buffers by name. A tensor with several names is returned under the first."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def tensors_in_step(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and buffers by their names in captured steps."""
+    return {f"{MODEL}{name}": tensor for name, tensor in named_tensors(model).items()}

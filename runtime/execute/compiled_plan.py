@@ -23,7 +23,7 @@ from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVar
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.first_run import FirstRun, FirstRuns
 from rematplan.runtime.execute.rerun_forward import Rerun, states_restored_if_it_fails
-from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput
+from rematplan.runtime.graph.captured_step import GRADIENT_OF, CapturedStep, StepInput, in_model
 from rematplan.runtime.graph.compat import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from rematplan.runtime.graph.tangent_layouts import Notes
 from rematplan.runtime.graph.tracked_sizes import SizeValues
@@ -64,7 +64,7 @@ class CompiledPlan:
         self.tangents = [(int(i.target), i.value) for i in step.inputs if i.kind == "tangent"]
         early = [o for o in step.outputs if o.kind in ("output", "buffer")]
         self.outputs = [at for at, o in enumerate(early) if o.kind == "output"]
-        self.buffers = [(_own_name(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
+        self.buffers = [(in_model(o.target), at) for at, o in enumerate(early) if o.kind == "buffer"]
         wanted = {at for at, _ in self.tangents} | set(map(int, step.left_out))
         self.constant_outputs = [at for at in range(len(self.outputs)) if at not in wanted]
         of = {(GRADIENT_OF.get(i.kind), i.target): at for at, i in enumerate(self.inputs)}
@@ -133,11 +133,7 @@ class CompiledPlan:
         or 2 and a constant."""
         if i.kind == "batch":
             return 1, int(i.target)
-        return (2, i.value) if i.kind == "constant" else (0, _own_name(i.target))
-
-
-def _own_name(target: str) -> str:
-    return target.removeprefix("model.")
+        return (2, i.value) if i.kind == "constant" else (0, in_model(i.target))
 
 
 WithTangents: TypeAlias = Callable[[frozenset[str]], CompiledPlan]

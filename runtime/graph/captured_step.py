@@ -24,13 +24,18 @@ GRADIENT_OF: Mapping[str, OutputKind] = MappingProxyType(
     {"parameter": "gradient", "buffer": "gradient", "batch": "input gradient"}
 )
 """For each kind of input, the kind of the output that is its gradient. Both have the same ``target``."""
-
-
+MODEL = "model."
+"""The prefix of a model's names in its captured step, whose module has the model inside."""
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 """Namespaces of ops that all processes of a group must call in the same order."""
 WAITS = frozenset({"wait_tensor"})
 """Names of ops, in the namespaces `COLLECTIVES`, that wait for a collective to finish. Each process may call them at
 any time."""
+
+
+def in_model(name: str) -> str:
+    """Return the name in the model of a parameter or buffer of its captured step."""
+    return name.removeprefix(MODEL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from rematplan.ir import ModelError
-from rematplan.runtime.execute.compile import named_tensors
+from rematplan.runtime.execute.compile import tensors_in_step
 from rematplan.runtime.execute.compiled_plan import add_gradient
 from rematplan.runtime.graph.captured_step import CapturedStep
 from rematplan.runtime.graph.compat import pytree
@@ -22,8 +22,6 @@ from rematplan.runtime.pipeline.stage_modules import StageModule
 
 SAMPLED = 32
 """The largest number of elements by which a recovered tensor is compared with the original one."""
-WRAPPER = "model."
-"""The prefix of parameter and buffer names in captured steps."""
 
 
 @dataclass(eq=False)
@@ -52,7 +50,7 @@ class DataflowStage:
     """The values kept for the backward, by number of the micro-batch."""
 
     def __post_init__(self) -> None:
-        self.named = {f"{WRAPPER}{name}": t for name, t in named_tensors(self.submod).items()}
+        self.named = tensors_in_step(self.submod)
 
     @property
     def submod(self) -> nn.Module:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, in_model
 from rematplan.runtime.statistics.products import LAYERS, Product, matrix_size, product_of
 from rematplan.runtime.statistics.trace_gradients import (
     SAME,
@@ -88,7 +88,7 @@ class Weights:
         for output in step.outputs:
             if output.kind != "gradient":
                 continue
-            name = output.target.removeprefix("model.")
+            name = in_model(output.target)
             try:
                 found.append(self._weight(name, output.value))
             except NoRow as error:
@@ -96,7 +96,7 @@ class Weights:
                 self.skipped[name] = str(error)
                 for value in self._effective(output.value, error.at):
                     effective[value].append(name)
-        parameters = {o.target.removeprefix("model.") for o in step.outputs if o.kind == "gradient"}
+        parameters = {in_model(o.target) for o in step.outputs if o.kind == "gradient"}
         for value, parts in effective.items():
             name = _effective_name(parts, {w.name for w in found} | parameters)
             found.append(self._weight(name, value, tuple(parts)))
