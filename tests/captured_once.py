@@ -50,7 +50,8 @@ def captured_once() -> Iterator[None]:
 
     def key(tracing: Tracing) -> Hashable:
         own = tracing.original.forward
-        return tracing.name, _modules(tracing.model), own.__func__ if ismethod(own) else own, tracing.key
+        function = own.__func__ if ismethod(own) else own
+        return tracing.name, _modules(tracing.model), function, tracing.packed, tracing.key
 
     def fixed_once(tracing: Tracing) -> Found:
         known = found.setdefault((key(tracing), tracing.assumed), [])
