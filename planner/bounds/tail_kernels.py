@@ -56,7 +56,7 @@ def step_back(
 ) -> tuple[States, int]:
     """Return the states just before a cut that cost less than ``limit``, from ``states`` before the next cut, and the
     number of branches looked at. If ``most`` branches or ``most_states`` did not suffice, the number is -1 and the
-    states are incomplete. ``rate``: the cost of a lent byte."""
+    states are incomplete. ``rate``: the cost of a lent byte, one of a small output that is made again."""
     kind, charge, loan, size, reads, together, must, room = interval
     words, depths = must.shape[1], size.size + 2
     found = States(
@@ -118,8 +118,9 @@ def _highest(word: np.uint64) -> int:
 
 @inner
 def _add(found: States, table: Ints, count: int, held: Words, cost: float, lent: int) -> int:
-    """Add a state to the first ``count`` states of ``found``, or lower the cost of the same set with as many lent
-    bytes. Return the number of added states, 0 or 1. ``table``: of positions in ``found``, by hash."""
+    """Add a state to the first ``count`` states of ``found``, or lower the cost of the same set with the same ``lent``.
+    Return the number of added states, 0 or 1. ``lent``: bytes of small outputs that are made again. ``table``: of
+    positions in ``found``, by hash."""
     key = np.uint64(lent)
     for k in range(held.size):
         key = (key ^ held[k]) * FACTOR
@@ -143,8 +144,8 @@ def _add(found: States, table: Ints, count: int, held: Words, cost: float, lent:
 
 @unlocked
 def undominated(states: States, rate: float) -> States:
-    """Return the states without those that need all that another one needs, and cost at least as much, whatever is
-    lent at earlier cuts. ``rate``: the cost of a lent byte."""
+    """Return the states without those that need all that another one needs, and cost at least as much at any number of
+    lent bytes. ``rate``: the cost of a lent byte, one of a small output that is made again."""
     sets, costs, lent = states
     kept = np.zeros(costs.size, np.int64)
     count = 0

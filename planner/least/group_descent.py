@@ -23,12 +23,13 @@ MOVES_PER_SEARCH, TENSORS_PER_MOVE = 10, 250
 
 @dataclass(frozen=True)
 class GroupDescent:
-    """The actions back in time from a set of demanded tensors (an op, or -1 - t for the elimination of tensor t)."""
+    """The actions back in time from a set of demanded tensors (an op, or -1 - t where tensor t is computed from
+    nothing)."""
 
     peak_of_actions: int
     """Bytes within which the actions are possible."""
     level: int
-    """Bytes within which, in addition, the rest can be eliminated."""
+    """Bytes within which, in addition, the rest can be computed from nothing."""
     actions: list[int]
     rest: list[int]
     """The tensors demanded at the end."""
@@ -37,9 +38,9 @@ class GroupDescent:
 def descend_by_groups(
     tables: Tables, start: Sequence[int], level: int, limit: int, effort: Effort
 ) -> GroupDescent:
-    """Regress groups of demanded tensors, from ``start``, until the rest can be eliminated within the level so far, no
-    group lowers the bytes that this takes, or ``effort`` is spent. ``level``: bytes to begin with. ``limit``: states to
-    expand for one group."""
+    """Replace groups of demanded tensors, from ``start``, by what they are computed from. End when the rest can be
+    computed from nothing within the level, no group lowers the bytes that this takes, or ``effort`` is spent.
+    ``level``: bytes to begin with. ``limit``: states to expand for one group."""
     actions: list[int] = []
     demanded = list(start)
     frozen = np.zeros(tables.size.size, np.bool_)

@@ -146,9 +146,9 @@ def settle(
     actions: Ints,
     made: int,
 ) -> tuple[int, int, int]:
-    """Eliminate what fits ``level`` bytes, and regress an op that fits, demands no more bytes, and on which nothing
-    else demanded depends, until neither is possible. Arguments, results and what is changed in place are those of
-    `eliminate_all`."""
+    """Repeat two changes until neither is possible: `eliminate_all`, and to replace results of an op by its reads. The
+    op fits ``level`` bytes, demands no more, and nothing else demanded depends on it. Arguments, results and what is
+    changed in place are those of `eliminate_all`."""
     while True:
         n, size, made = eliminate_all(T, demanded, n, size, level, marks, frozen, actions, made)
         moved, below = False, T.reads_at.size
@@ -286,10 +286,10 @@ def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
     """Search backwards from ``start``. Return the level (`NEVER` if none is found), a proven lower bound of it, the
-    number of tensors looked at, the actions, and the set at their end. ``goal``: bytes to get below, or negative:
-    certify the set. ``frozen`` tensors stay demanded. ``low``: the level to begin with. The search ends at a level of
-    ``low`` or ``enough`` bytes, or after ``limit`` expanded states. ``deepest``: of equal levels, whether the earliest
-    state comes first instead of the smallest."""
+    number of tensors looked at, the actions, and the set at their end. ``goal``: bytes to get below; if negative, all
+    tensors of the last set can be computed from nothing within the level. ``frozen`` tensors stay demanded. ``low``:
+    the level to begin with. The search ends at a level of ``low`` or ``enough`` bytes, or after ``limit`` expanded
+    states. ``deepest``: of equal levels, whether the earliest state comes first instead of the smallest."""
     n, size = start.size, 0
     room = n + T.size.size
     demanded, parent_set, order = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)

@@ -69,8 +69,8 @@ class Unfolding:
         return riders
 
     def run(self, actions: Sequence[int]) -> list[int]:
-        """Return the ops to run, in order; `TooLong` if they are more than ``most``. ``actions``: from the outputs
-        back in time, to a certified set."""
+        """Return the ops to run, in order; `TooLong` if they are more than ``most``. ``actions``: back in time from the
+        outputs, to tensors that can be computed from nothing, one after another, within the limit."""
         frame: set[int] = set()
         for t in self.demands.outputs:
             if self.demands.large[t]:
@@ -104,8 +104,8 @@ class Unfolding:
         return during, before
 
     def _regress(self, v: int, frame: set[int]) -> None:
-        """Put a run of op ``v`` before the others: its writes leave their frames, and new reads enter ``frame``. Then
-        run the riders of these that can run. `TooLong` if there are more than ``most`` runs."""
+        """Put a run of op ``v`` before the others: what it writes is no longer demanded, and new reads enter ``frame``.
+        Then ops of `riders` that read these run, if they can. `TooLong` if there are more than ``most`` runs."""
         for t in self.writes[v]:
             if t in self.frame_of:
                 self.frame_of.pop(t).discard(t)
@@ -127,8 +127,8 @@ class Unfolding:
                     self._regress(u, frame)
 
     def _last_riders(self, v: int) -> list[int]:
-        """Return the riders that must run before op ``v`` is regressed: they write small tensors still demanded, and
-        read tensors that ``v`` writes and that cannot be computed from nothing."""
+        """Return the ops of `riders` to run after op ``v``, so put before the others first. They write small tensors
+        still demanded, and read tensors of ``v`` that cannot be computed again."""
         lasting = [t for t in self.writes[v] if t in self.frame_of and t in self.demands.after_once]
         riders = dict.fromkeys(u for t in lasting for u in self.riders.get(t, ()))
         return [u for u in riders if not self.small.isdisjoint(self.small_writes[u])]
@@ -150,7 +150,8 @@ class Unfolding:
         return True
 
     def _certified_before(self, v: int, own: Iterable[int]) -> bool:
-        """Return whether op ``v`` can be regressed within the limit, and the rest of ``own`` is certified then."""
+        """Return whether op ``v`` fits the limit before the other runs. The rest of ``own`` must then be computable
+        from nothing within it, one after another."""
         during, before = self._transition(v)
         if during > self.limit:
             return False
@@ -159,8 +160,8 @@ class Unfolding:
         return self._is_certified([*(t for t in own if t not in gone), *fresh], before)
 
     def _follow(self, frame: set[int], actions: Sequence[int]) -> None:
-        """Regress those ops of ``actions`` that write a demanded tensor, and put off the eliminations as long as the
-        limit allows. What the ops read enters ``frame``."""
+        """Put runs of those ops of ``actions`` that write a demanded tensor before the others; what they read enters
+        ``frame``. Tensors that ``actions`` compute from nothing stay demanded as long as the limit allows."""
         uses: dict[int, list[int]] = {}
         for i, v in enumerate(actions):
             for t in self.reads[v] if v >= 0 else ():
@@ -181,14 +182,14 @@ class Unfolding:
                 self._regress(v, frame)
 
     def _keeps(self, extras: set[int], v: int) -> bool:
-        """Return whether all extras may stay when op ``v`` is regressed."""
+        """Return whether all ``extras`` may stay demanded before a run of op ``v``, within the limit."""
         during, before = self._transition(v)
         rest = extras.difference(self.writes[v], self.reads[v])
         return during <= self.limit and self._is_certified(rest, before)
 
     def _cheapest(self, extras: set[int], uses: dict[int, list[int]], now: int) -> int:
-        """Return the extra to eliminate: of those that fit, the cheapest for its bytes and next use; if none fits, the
-        one with the smallest difference of value and size."""
+        """Return the tensor of ``extras`` to compute from nothing: of those that fit, the cheapest for its bytes and
+        next use. If none fits, it is the one with the smallest difference of value and size."""
 
         def price(t: int) -> tuple[float, int]:
             later = uses.get(t, [])
@@ -202,8 +203,9 @@ class Unfolding:
         return min(extras, key=lambda t: (self.key[t], t))
 
     def _finish(self, frame: set[int], actions: Sequence[int]) -> None:
-        """Regress a frame to nothing: by ``actions`` until the frame is certified, then by its latest op as long as the
-        frame stays certified, else by an elimination."""
+        """Put runs before the others until nothing of ``frame`` is demanded. They follow ``actions`` until the frame
+        can be computed from nothing within the limit. Then its latest op runs if that stays so, else a tensor is
+        computed from nothing."""
         at, certified = 0, False
         while frame:
             certified = certified or self._is_certified(frame, self.bytes)
