@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from rematplan.ir import InfeasibleBudget, TrainingGraph
-from rematplan.ir.errors import Known
+from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealer import Annealer
 from rematplan.planner.annealing.annealing_search import Search
 from rematplan.planner.arrays.phases import infer_phases
@@ -19,17 +18,16 @@ from rematplan.planner.auto.block_starts import VAST, nested_plans, starting_pla
 from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive, has_few_tensors
-from rematplan.planner.auto.refusal_plans import RefusalSearch
 from rematplan.planner.auto.second_annealer import SecondSearch
-from rematplan.planner.auto.session_options import SessionOptions
+from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.loss_cut_start import cut_start
 from rematplan.planner.core.effort import Effort
-from rematplan.planner.core.peak_ladder import ladder
 from rematplan.planner.core.plan import CLOSED, Plan, by_cost, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
+from rematplan.planner.core.search_rules import SearchRules
 from rematplan.planner.core.strategy import INTERRUPTS, Progress
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import no_recompute
@@ -37,66 +35,41 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 class AutoSession:
     """The planning of one problem within one budget (bytes) by the strategy ``auto``. ``starts``: plans of the
-    strategy's caller. ``known``: further ones; the attribute has all plans known so far. ``effort``: replaces the
-    limits of ``options`` in one of many short searches, without block strategies."""
+    strategy's caller. ``known``: further ones; the attribute has all plans known so far. ``gap``: as of `Auto`.
+    ``brief``: whether this is one of many short searches, without block strategies."""
 
     def __init__(
         self,
-        options: SessionOptions,
         graph: TrainingGraph,
         budget: int,
+        effort: Effort,
+        rules: SearchRules,
+        gap: float,
         progress: Progress,
         starts: Sequence[Plan],
         known: Sequence[Plan] = (),
-        effort: Effort | None = None,
+        brief: bool = False,
     ) -> None:
         # No problem has more bytes than compiled loops can count, so a larger budget means the same.
         self.budget = budget = min(budget, 2**63 - 1)
-        self.options, self.problem, self.progress = options, graph, progress
-        # One of many short searches, whose caller has stated its effort and run the block strategies.
-        self.brief = effort is not None
-        self.effort = effort or Effort(options.time_limit, options.moves)
+        self.problem, self.effort, self.rules, self.gap = graph, effort, rules, gap
+        # The caller of many short searches has run the block strategies.
+        self.progress, self.brief = progress, brief
         # What the caller of the strategy passed; ``known`` has further plans.
         self.starts = starts
         self.for_blocks = without_inverses(graph)  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
         self.plain = without_inverses(graph)
         self.known: list[Plan] = []
-        self.order = Annealer(graph, keep_order=True) if options.rules.keep_order else None
+        self.order = Annealer(graph, keep_order=True) if rules.keep_order else None
         self.bound = BoundSearch(graph, budget)
         self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= SHARES.cores
         # Without phases one search has two threads.
-        self.two_threads = graph.has_phases and cores and not options.moves
+        self.two_threads = graph.has_phases and cores and not effort.moves
         proving = SHARES.proving(self.effort) if self.brief else self.effort
-        self.bound_thread = BoundThread(self.bound, proving.like(SHARES.bound if cores else 1.0), options.gap)
+        self.bound_thread = BoundThread(self.bound, proving.like(SHARES.bound if cores else 1.0), gap)
         self.take((*starts, *known))
-        self.refusal = RefusalSearch(
-            options, self.problem, graph, starts, self.known, self.take, progress, self.effort
-        )
-
-    def plan(self) -> Plan:
-        """Return the cheapest plan found that fits the budget, with a proven lower bound of the overhead. If none is
-        found, search for the smallest peak and raise `InfeasibleBudget`. An interrupt before any plan fits is raised
-        again."""
-        if (found := self.find()) is not None:
-            return found
-        self.refusal.lower(proven=self.unreachable)
-        known: Known = "proven" if self.unreachable else "searched"
-        self.take((cheap := self.refusal.cheap(),))
-        self.take(self.refusal.above())
-        least = self.smallest
-        assert least is not None
-        raise InfeasibleBudget(
-            self.options.name,
-            self.budget,
-            least.peak,
-            known,
-            plan=least,
-            cheap=cheap.peak,
-            cheap_plan=cheap,
-            near=ladder(self.known),
-        )
 
     def find(self) -> Plan | None:
         """Return the cheapest plan within the budget that the searches of this session find, with a proven lower bound;
@@ -157,13 +130,13 @@ class AutoSession:
         """Return whether ``overhead`` is within ``gap`` of the proven bound; if infinite, whether it is
         proven that no plan fits.
         """
-        return overhead <= self.bound.best.overhead + max(CLOSED, self.options.gap)
+        return overhead <= self.bound.best.overhead + max(CLOSED, self.gap)
 
     @property
     def for_block_plans(self) -> Effort:
         """What block strategies may spend: the share `TimeShares.blocks` of the whole effort, and at least
         ``blocks_least`` seconds. If a plan fits already, what was spent is subtracted. With counted moves: no limit."""
-        if self.options.moves:
+        if self.effort.moves:
             return Effort()
         spent = self.effort.spent() if self.best else 0.0
         share = min(self.effort.left, SHARES.blocks * self.effort.total - spent)
@@ -200,19 +173,46 @@ class AutoSession:
         leanest = self.smallest or no_recompute(self.graph)
         enough = max(self.budget, min_peak_bound(self.graph).bytes)
         effort = self.effort.part(SHARES.eviction * self.effort.total)
-        return lower_by_eviction(self.graph, leanest, enough, effort, rules=self.options.rules)
+        return lower_by_eviction(self.graph, leanest, enough, effort, rules=self.rules)
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak until a plan fits or it is proven that none can, with at most the effort of the
         budget ``min``. An interrupt is raised again if no plan fits yet, else it sets ``interrupted``."""
         # A budget that ``min`` can meet must not be refused.
-        effort = self.refusal.effort_of_min
+        effort = self.effort_of_min
         if self.finished or effort.over:
             return
-        interrupted = self.refusal.lower_for(effort, self.budget, lambda: self.unreachable)
+        interrupted = self.lower_for(effort, self.budget, lambda: self.unreachable)
         if interrupted and self.best is None:
             raise interrupted
         self.interrupted = interrupted is not None
+
+    @property
+    def effort_of_min(self) -> Effort:
+        """What a search for the smallest peak may spend: as for the budget ``min``, limited to what is left
+        unless the problem is small.
+        """
+        if is_small(self.problem):
+            return self.effort.like(SHARES.smallest_peak)
+        return self.effort.part(SHARES.smallest_peak * self.effort.total)
+
+    def lower_for(
+        self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
+    ) -> BaseException | None:
+        """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None.
+        ``enough``: bytes at which the search ends. ``ended``: returns whether it must end early."""
+        found, interrupted = search_smallest_peak(
+            self.problem,
+            effort,
+            # Then it is the search of the budget ``min``, with the same peak.
+            self.starts if is_small(self.problem) else self.known,
+            lambda fraction, _text: self.progress(fraction, "nothing fits; lowering the peak"),
+            enough=enough,
+            ended=ended,
+            rules=self.rules,
+        )
+        self.take((found,))
+        return interrupted
 
     def take_cut_plan(self) -> bool:
         """Add the plan of a minimum cut at the loss, if one is found. Return whether its overhead is at most
@@ -242,7 +242,7 @@ class AutoSession:
         """Try all schedules of a problem of few ops. Record the optimal plan if it costs less than the best known, and,
         if all ops write something, the bound that this proves. Return whether that was done: not with ``keep_order``,
         with too many tensors, or with more than ``most_states`` sets of resident tensors."""
-        if self.options.rules.keep_order:
+        if self.rules.keep_order:
             return False
         below = self.graph.base_cost * (1 + self.best_overhead)
         exact = exhaustive(self.graph, self.budget, most_states, below)
@@ -269,7 +269,7 @@ class AutoSession:
         final = self.graph if self.problem.has_phases else self.problem
         variants = [(self.plain, SHARES.plain)] if self.plain_first else []
         if self.graph is not final:  # with inferred phases; it is searched again without them afterwards
-            variants.append((self.graph, 1.0 if self.options.rules.keep_order else SHARES.marked))
+            variants.append((self.graph, 1.0 if self.rules.keep_order else SHARES.marked))
         ended_early = False
         for graph, share in (*variants, (final, 1.0)):
             if self.finished:
@@ -288,7 +288,7 @@ class AutoSession:
                 self.bound_thread.overhead = min(self.bound_thread.overhead, overhead)
             self.report(_text(overhead, self.bound.best.overhead))
 
-        seed, order = self.options.rules
+        seed, order = self.rules
         search = Search(graph, self.budget, seed + (2 if alone else 0), order, self.good_enough, report)
         inverses = {op.name for op in self.graph.inverses} if graph is self.plain else set()
         starts = [runs_of(p.schedule) for p in (self.best, self.smallest) if p is not None]

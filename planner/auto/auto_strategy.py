@@ -4,7 +4,7 @@ lower bound of the overhead."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rematplan.ir import InfeasibleBudget, TrainingGraph
@@ -12,7 +12,7 @@ from rematplan.planner.annealing.falling_budget import plans_down_to
 from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.auto.auto_session import AutoSession
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.session_options import SessionOptions
+from rematplan.planner.auto.refusal_plans import plan_or_refuse
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import MOVES_PER_SECOND, Effort
@@ -83,10 +83,6 @@ class Auto(Strategy):
         """The number of moves that limits the search; 0 if its time does."""
         return self.moves or (round(self.time_limit * MOVES_PER_SECOND) if self.deterministic else 0)
 
-    @property
-    def _options(self) -> SessionOptions:
-        return SessionOptions(self.name, self.time_limit, self.counted, rules_of(self), self.gap)
-
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
@@ -101,7 +97,9 @@ class Auto(Strategy):
                 far.
         """
         compile_kernels(progress)
-        return AutoSession(self._options, graph, budget, progress, starts).plan()
+        effort = Effort(self.time_limit, self.counted)
+        session = AutoSession(graph, budget, effort, rules_of(self), self.gap, progress, starts)
+        return plan_or_refuse(session, self.name)
 
     def improved(
         self, graph: TrainingGraph, budget: int, starts: Sequence[Plan], effort: Effort
@@ -110,8 +108,7 @@ class Auto(Strategy):
         this strategy. ``starts`` have the plans of block strategies, which are not run again; nor is the smallest peak
         searched for."""
         compile_kernels(silent)
-        options = replace(self._options, moves=effort.moves)
-        return AutoSession(options, graph, budget, silent, starts, effort=effort).find()
+        return AutoSession(graph, budget, effort, rules_of(self), self.gap, silent, starts, brief=True).find()
 
     def curve(
         self,
@@ -135,16 +132,14 @@ class Auto(Strategy):
         for k, budget in enumerate(steps):
             # The k-th of n gets k shares: small budgets are the hard ones. Unused effort goes to the others.
             amount = effort.left * (k + 1) / sum(range(k + 1, len(steps) + 1))
-            share = (
-                replace(self, moves=max(1, int(amount))) if self.counted else replace(self, time_limit=amount)
-            )
+            share = Effort(self.time_limit, max(1, int(amount))) if self.counted else Effort(amount)
 
             def report(fraction: float, text: str, k: int = k) -> None:
                 progress((k + fraction) / len(steps), text)
 
-            session = AutoSession(share._options, graph, budget, report, starts, known)
+            session = AutoSession(graph, budget, share, rules_of(self), self.gap, report, starts, known)
             try:
-                found.append(session.plan())
+                found.append(plan_or_refuse(session, self.name))
             except InfeasibleBudget:
                 break
             finally:

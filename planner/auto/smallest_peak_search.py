@@ -22,8 +22,8 @@ from rematplan.planner.arrays.phases import infer_phases
 from rematplan.planner.arrays.precedence import without_inverses
 from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.eviction import EVICTION, lower_by_eviction
+from rematplan.planner.auto.search_variants import search_variants
 from rematplan.planner.auto.time_shares import SHARES
-from rematplan.planner.auto.without_inverses_first import search_variants
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan, by_peak

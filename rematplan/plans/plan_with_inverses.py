@@ -11,7 +11,7 @@ from dataclasses import replace
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.compile_kernels import compile_kernels
-from rematplan.planner.auto.without_inverses_first import Found, search_variants
+from rematplan.planner.auto.search_variants import Found, search_variants
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan

@@ -1,4 +1,7 @@
-"""Search for plans of a problem without its inverses first: they enlarge the search space, and most plans use few."""
+"""Search for plans of several variants of a problem in order, each from the plans of those before.
+
+The first is the problem without its inverses: they enlarge the search space, and most plans use few.
+"""
 
 from __future__ import annotations
 
