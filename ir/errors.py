@@ -126,6 +126,7 @@ class InfeasibleBudget(RematplanError):
     empty if unknown."""
 
     def __post_init__(self) -> None:
+        """Compose the message from the fields."""
         reason = _REFUSED[self.known].format(_exactly(self.smallest))
         super().__init__(
             f"{self.strategy}: budget {_exactly(self.budget)} {reason}"

@@ -219,6 +219,8 @@ def load_plan_with_problem(path: str | Path) -> tuple[Plan, TrainingGraph] | Non
     no problem, or `plan_from_json` refuses it."""
 
     def convert(data: object) -> tuple[Plan, TrainingGraph] | None:
+        """Return the plan and the problem that JSON data have; None if they are no plan, `ProblemError` if they have no
+        problem."""
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
             return None
         if EMBEDDED not in data:

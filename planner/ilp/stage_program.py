@@ -48,6 +48,7 @@ class StageProgram:
     """Variables and rows; `forbid` adds rows between two solves."""
 
     def __post_init__(self) -> None:
+        """Find the ops that each stage may run again, and create all variables and rows."""
         self.ops = [self.graph.op[name] for name in dict.fromkeys(self.known)]
         inputs = set(self.graph.inputs)
         self.room = max(1, self.budget - self.graph.input_bytes)

@@ -96,6 +96,8 @@ class PipelineSchedule:
     """For each rank, the numbers of its stages, ascending."""
 
     def __post_init__(self) -> None:
+        """Raise `ProblemError` unless each rank has a list of actions that runs its stages, and each stage exactly one
+        rank."""
         if not len(self.actions) == len(self.stage_of_rank) == self.ranks:
             raise ProblemError(
                 f"schedule {self.name!r} needs a list of actions for each of its {self.ranks} ranks"

@@ -108,6 +108,7 @@ def _attributes(name: str, owner: Any) -> Holder:
         return {k: getattr(owner, k) for k in slots if hasattr(owner, k)} | getattr(owner, "__dict__", {})
 
     def write(values: dict[str, Any]) -> None:
+        """Set the attributes of ``owner`` to ``values``, in place, and delete all others."""
         for k in slots:
             if k in values:
                 setattr(owner, k, values[k])

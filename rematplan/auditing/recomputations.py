@@ -224,6 +224,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run an op. If it belongs to regions that are open, append an `OpRun` with its operands, draws and results to
+        the lists of these."""
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else str(func)
         targets, module = ([], "") if self.left_out(func, name, args) else self.targets()

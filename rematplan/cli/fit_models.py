@@ -91,6 +91,8 @@ def _of_function(name: str, vary: str, dims: Dims, asked: Question, loss: str | 
     batch = None if BATCH in parameters else dims.get(BATCH)
 
     def made(stated: Dims, batch: int | None) -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+        """Return what `without_data` makes of the user's function at the ``stated`` sizes. ``batch``: replaces the
+        first size of inputs, if not None."""
         inputs: list[torch.Tensor] = []
 
         def make() -> nn.Module:
@@ -135,6 +137,8 @@ def _of_timm(name: str, vary: str, dims: Dims, asked: Question, loss: str | None
         raise UsageError(f"{TIMM}{name} has no size {unknown[0]!r} to state; known: batch, image")
 
     def at(stated: int) -> WithoutData:
+        """Return the training of the model at the size ``stated``, without data. `UsageError` if timm cannot make
+        it."""
         here = {**sizes, vary: stated}
         image = (here[IMAGE], here[IMAGE])
 

@@ -50,6 +50,8 @@ def register_budget(budget: str | int, name: str = "rematplan") -> None:
     asked = parse_budget(str(budget), POSSIBLE)
 
     def policy(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:
+        """Tag the ops of ``gm`` whose results are saved within the budget, print the predicted peak to standard error,
+        and return ``gm``."""
         del config
         inputs, all_saved = peak_bytes(gm.graph)
         most = asked.bytes(all_saved, lambda: 0, inputs)

@@ -101,6 +101,8 @@ def _taking_budgets(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def enabling(model: Any, *args: Any, **kwargs: Any) -> None:
+        """Call ``method`` or, with a ``budget``, plan ``model`` in place and note it in ``_enabled``. `UsageError` with
+        options that a budget replaces."""
         given = next((kwargs[name] for name in KEYWORDS if kwargs.get(name)), args[0] if args else None)
         if not isinstance(given, Mapping) or "budget" not in given:
             method(model, *args, **kwargs)

@@ -68,6 +68,7 @@ class Verification:
         return self.bit_equal or (not drawn and self.error <= gradient_error(self.predicted))
 
     def __str__(self) -> str:
+        """Return one line: bit-equal, different as predicted, or different, with the largest relative difference."""
         if self.bit_equal:
             return f"loss, gradients and buffers are bit-equal to plain autograd ({self.compared} tensors)"
         worst = max(self.differences, key=lambda d: d.relative)

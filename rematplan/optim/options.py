@@ -54,6 +54,7 @@ class Options:
     early_steps: int = 20
 
     def __post_init__(self) -> None:
+        """Raise `UsageError` if an option is unknown or out of its range."""
         if self.inverse != AUTO and self.inverse not in INVERSES:
             raise UsageError(f"unknown inverse {self.inverse!r}; known: {AUTO}, {', '.join(INVERSES)}")
         if self.kl_clip is not None and not self.kl_clip > 0:

@@ -32,6 +32,8 @@ class LiveBytes(TorchDispatchMode):
         self._counted = {_key(storage) for one in known for storage in _storages(one)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and, unless paused, count the storages that it returns. ``peak`` rises to the bytes before it plus
+        those that it needed, which are not measured while a profiler runs."""
         del types
         args, kwargs = pytree.tree_map_only(torch.Tensor, _with_memory, (args, kwargs or {}))
         call = partial(func, *args, **kwargs)

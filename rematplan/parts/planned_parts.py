@@ -54,6 +54,7 @@ class Division:
     """One division of the budget among parts, with the runners of the parts."""
 
     def __init__(self, model: nn.Module, plan: CommonPlan, options: PlanOptions) -> None:
+        """Make a runner for each part within its share of ``plan``; equal modules share their captures."""
         self.plan = plan
         self.runners: dict[str, Runner] = {}
         """By the name of a part."""

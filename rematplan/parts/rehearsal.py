@@ -297,6 +297,8 @@ class Rehearsal:
         structure: list[Any] = []
 
         def run() -> list[tuple[torch.Tensor, bool, bool]]:
+            """Run the part's forward and return its tensors, which count as live now, each with what is known of that
+            result. A slice makes the part unfit, unless parts are stated."""
             with self._live.paused():
                 leaves, spec = pytree.tree_flatten(original.forward(*args, **kwargs))
             structure[:] = leaves, spec

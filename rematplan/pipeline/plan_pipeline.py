@@ -298,6 +298,8 @@ def _first_microbatch(
     evenly along their first dimension, else `UsageError`; other values are unchanged."""
 
     def part(one: Any) -> Any:
+        """Return the first part of a tensor, any other value as it is. `UsageError` if the tensor cannot be divided
+        evenly."""
         if not isinstance(one, torch.Tensor):
             return one
         if not one.ndim or one.shape[0] % microbatches:

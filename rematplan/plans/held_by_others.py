@@ -54,6 +54,7 @@ class Reserved:
     ``reserved_bytes()``. A method ``step_bytes()`` says the temporary bytes of a step."""
 
     def __post_init__(self) -> None:
+        """Raise `UsageError` for an item that is malformed or does not say its bytes."""
         for item in self.items:
             if isinstance(item, (str, Integral)):
                 _bytes(item)

@@ -49,6 +49,7 @@ def for_any_layout(step: CapturedStep) -> CapturedStep:
     written = {call.name for call in step.calls if call.name in late and _has_layout_of_first(step, call)}
 
     def open_(call: Call) -> Call:
+        """Return a call of the backward half as it must be for gradients of any strides; other calls as they are."""
         if call.name not in late:
             return call
         # A reshape of a formula was captured as a view or a copy, by the strides of a gradient: it becomes a

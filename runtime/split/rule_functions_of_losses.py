@@ -62,6 +62,8 @@ def element_loss(at: int, scores: int = 0, scales: bool = False) -> Rule:
     ``scales``: whether the backward of a mean is that of a sum of 1 / n times the gradient, bit by bit if that is 1."""
 
     def rule(one: Shaped) -> DimensionRule | None:
+        """Return the pointwise rule without a reduction; else the rule of a sum, or of a mean as a divided sum; None in
+        16 bits."""
         how, x = one.argument(at, MEAN), one.operand(scores)
         shape, dtype = one.shape(x), one.step.values[x].fake.dtype
         if how not in (MEAN, TOTAL):

@@ -98,6 +98,7 @@ def _recurrent_of(op: OpOverload) -> Callable[..., Any]:
     packed = op._overloadname == "data"
 
     def recurrent(*args: Any, **kwargs: Any) -> Any:
+        """Run the layer by PyTorch's cells. cuDNN is disabled meanwhile, for the whole process."""
         if packed:
             # The op reads the values of the batch sizes.
             args = (args[0], _real(args[1]), *args[2:])
