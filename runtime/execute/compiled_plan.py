@@ -19,7 +19,7 @@ from rematplan.planner.core.schedule import Schedule
 from rematplan.runtime.costs.measure import bytes_of
 from rematplan.runtime.execute.autograd_nodes import as_nodes
 from rematplan.runtime.execute.backward_autocast import BackwardAutocast
-from rematplan.runtime.execute.backward_variants import AS_CAPTURED, BackwardVariant, BackwardVariants
+from rematplan.runtime.execute.backward_variants import BackwardVariant, BackwardVariants
 from rematplan.runtime.execute.compile import Backward, compile_halves
 from rematplan.runtime.execute.first_run import FirstRun, FirstRuns
 from rematplan.runtime.execute.rerun_forward import Rerun, states_restored_if_it_fails
@@ -100,7 +100,7 @@ class CompiledPlan:
     def pending(self) -> bool:
         """Whether a backward may still come or is not finished, because a forward had none, the graph is retained,
         or segments are left."""
-        return any(call.start is not None or call.held is not None for call in list(self.calls))
+        return any(call.start is not None or call.running is not None for call in list(self.calls))
 
     @property
     def held_bytes(self) -> int:
@@ -146,9 +146,21 @@ second part, which computes gradients of weights."""
 
 
 @dataclass(eq=False)
+class RunningBackward:
+    """A backward in progress: its conditions, the strides that it records, and its compiled segments."""
+
+    variant: BackwardVariant
+    notes: Notes
+    first: FirstRun | None
+    """What compares the strides, if the backward is the first one."""
+    segments: Sequence[Backward]
+    held: list[Any]
+    """The values that the next segment needs."""
+
+
+@dataclass(eq=False)
 class ForwardAndBackward:
-    """One forward of a compiled plan and its backward: what the forward leaves for the backward, and each segment of
-    the backward for the next segment."""
+    """One forward of a compiled plan and what it leaves for its backwards."""
 
     plan: CompiledPlan
     named: Mapping[str, torch.Tensor]
@@ -165,21 +177,14 @@ class ForwardAndBackward:
     else None."""
     start: list[Any] | None = None
     """The values that the forward left for the backward; None once a backward that frees the graph has begun."""
-    held: list[Any] | None = None
-    """The values that the next segment needs; None while a segment runs, and before and after a backward."""
     read: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """The inputs that the backward reads, with version counters that show changes in place, by position in
     `Halves.read_late`. Unless the graph is retained, each is dropped after the last segment that reads it."""
     outputs: Sequence[torch.Tensor] = ()
     output_versions: Sequence[int] = ()
     """With ``outputs``: the outputs that the backward reads, and their version counters."""
-    variant: BackwardVariant = AS_CAPTURED
-    segments: Sequence[Backward] = ()
-    notes: Notes = field(default_factory=Notes)
-    """With ``variant`` and ``segments``: for the backward in progress, the strides that it records, its conditions
-    and compiled segments."""
-    first: FirstRun | None = None
-    """What compares the strides, if the backward in progress is the first one."""
+    running: RunningBackward | None = None
+    """The backward whose next segment is due; None while a segment runs, and before and after a backward."""
     gradients: dict[int, torch.Tensor | None] | None = None
     """The gradients of the inputs, by position, if the forward was run again by another plan; else None."""
 
@@ -238,17 +243,13 @@ class ForwardAndBackward:
             self._run_again(gradients, arrived)
             tangents = []
         else:
-            self.variant, self.notes = self.plan.variants.select(tangents, kept), Notes()
-            self.first = self.plan.first_runs.backward(self.variant, self.plan.like)
-            self.segments = (
-                self.first.halves.backward
-                if self.first
-                else self.plan.variants.segments(self.variant, self.notes)
-            )
+            variant, notes = self.plan.variants.select(tangents, kept), Notes()
+            first = self.plan.first_runs.backward(variant, self.plan.like)
+            segments = first.halves.backward if first else self.plan.variants.segments(variant, notes)
             for (_, value), given in zip(self.plan.tangents, tangents, strict=True):
                 if given is not None:
-                    self.notes.note(value, given)
-            self.held = list(self.start)
+                    notes.note(value, given)
+            self.running = RunningBackward(variant, notes, first, segments, list(self.start))
         if kept:
             self.retained(bytes_of(self.start))
         else:
@@ -306,29 +307,29 @@ class ForwardAndBackward:
             given = tuple(self.gradients.pop(at) for at in self.plan.wanting[k])
             self.gradients = self.gradients if k < len(self.plan.wanting) - 1 else None
             return given
-        held, self.held = self.held, None
-        assert held is not None
+        running, self.running = self.running, None
+        assert running is not None
         if any(t._version != version for t, version in (self.read[at] for at in self._still_read(k))):
             raise RuntimeError(
                 f"{self.plan.like.name}: a parameter, buffer or input was changed in place between forward and backward"
             )
         with _without_autocast(self.plan.like.device):
-            gradients, self.held = self.segments[k].function(held, *tangents)
+            gradients, running.held = running.segments[k].function(running.held, *tangents)
         last = k == len(self.plan.wanting) - 1
-        if sums := self.segments[k].statistics:
+        if sums := running.segments[k].statistics:
             gradients, found = gradients[: -len(sums)], gradients[-len(sums) :]
             if self.statistics:
                 self.statistics(dict(zip((o.target for o in sums), found, strict=True)), last)
         elif self.statistics and last:
             self.statistics({}, True)
-        if not self.variant.kept:
+        if not running.variant.kept:
             self.read = {at: self.read[at] for at in self._still_read(k + 1)}
-        if last:
-            self.held, self.segments = None, ()
-            if self.first is None:
-                self.plan.variants.learn(self.variant, self.notes)
-            else:
-                self.plan.end_first_backward(self.variant, self.first)
+        if not last:
+            self.running = running
+        elif running.first is None:
+            self.plan.variants.learn(running.variant, running.notes)
+        else:
+            self.plan.end_first_backward(running.variant, running.first)
         return gradients
 
     def _still_read(self, k: int) -> Sequence[int]:

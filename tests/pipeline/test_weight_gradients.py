@@ -147,7 +147,7 @@ def test_an_output_that_only_the_inputs_gradient_needs_is_freed_with_it() -> Non
     storage = output.untyped_storage().data_ptr()
     calls = deferred_backwards(stage)
     assert len(calls) == 1
-    kept = {t.untyped_storage().data_ptr() for t in calls[0].held}
+    kept = {t.untyped_storage().data_ptr() for t in calls[0].running.held}
     assert kept
     assert storage not in kept
     rematplan.finish_weights(stage)
@@ -161,7 +161,7 @@ def test_an_input_that_no_weight_gradient_reads_is_freed_with_the_inputs_gradien
     stage, given = part.planned(plan), torch.randn(4, 64).requires_grad_()
     stage(given).backward(torch.randn(4, 64))
     (call,) = deferred_backwards(stage)
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.held}
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in call.running.held}
     assert given.untyped_storage().data_ptr() not in held
     held = {p: n for p, n in held.items() if p not in {q.data_ptr() for q in model.parameters()}}
     assert part.problem.measured(plan).held.deferred == sum(held.values()) == 2 * given.nbytes
