@@ -71,7 +71,7 @@ def _masks(graph: TrainingGraph, recipes: Sequence[Op]) -> Masks:
     mark = {name: 1 << i for i, name in enumerate(_marked(graph), len(names))}
     later = {name: sum(mark[op] for op in graph.ordered[i + 1 :]) for i, name in enumerate(graph.ordered)}
     silent, once = {op.name for op in graph.ops if not op.writes}, set(graph.never_rerun)
-    reads = [sum(bit.get(t, 0) for t in op.reads) for op in recipes]
+    reads = [reduce(or_, (bit.get(t, 0) for t in op.reads), 0) for op in recipes]  # a read may be named twice
     writes = [sum(bit[t] for t in op.writes) for op in recipes]
     several = sum(bit[t] for t in {t for inverse in recipes[len(graph.ops) :] for t in inverse.writes})
     goal = sum(bit.get(t, 0) for t in graph.outputs) + sum(mark[name] for name in silent.union(graph.ordered))

@@ -62,6 +62,14 @@ def test_random_ops_run_even_if_nothing_reads_their_results() -> None:
     assert found.runs.index("draw") < found.runs.index("draw again")
 
 
+def test_an_op_may_name_a_tensor_twice_among_its_reads() -> None:
+    ops = (Op("A", ("x",), ("a",), 1.0), Op("B", ("a",), ("b",), 1.0), Op("C", ("b", "b"), ("y",), 1.0))
+    graph = TrainingGraph("twice", tuple(Tensor(name, 4) for name in "xaby"), ("x",), ("y",), ops)
+    found = exhaustive(graph, 12)
+    assert found is not None
+    assert found.cost == 3.0
+
+
 def test_a_plan_of_another_order_of_draws_is_not_transferred() -> None:
     ops = (Op("draw", (), ("d",), 1.0), Op("use", ("d",), ("y",), 1.0), Op("draw again", (), ("e",), 1.0))
     tensors = tuple(Tensor(name, 8) for name in "yde")
