@@ -55,7 +55,7 @@ def searched(graph: TrainingGraph, seconds: float) -> str:
     """Search the smallest peak of a problem, then cheap plans near it, for at most ``seconds`` each; return the table's
     line for it."""
     effort = Effort(seconds)
-    least = search_smallest_peak(graph, effort)[0]
+    least = search_smallest_peak(graph, effort)
     spent, found, proven = effort.spent(), least.peak, min_peak_bound(graph).bytes
     lean = cheapest_near_smallest_peak(graph, seconds, slack=MIN_BUDGET.slack, starts=[least])
     sizes = (show_bytes(n) for n in (no_recompute(graph).peak, found, proven))

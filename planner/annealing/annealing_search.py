@@ -76,8 +76,6 @@ class Search:
     False: of others. Infinite if none of these rounds ended within the budget."""
     ended_early: bool = False
     """Whether the search gave up before its effort was spent, because too many rounds in a row improved nothing."""
-    interrupted: bool = False
-    """Whether a `KeyboardInterrupt` or `Enough` ended the search, so that `run` returned the best plan so far."""
     annealer: Annealer = field(init=False)
     """The annealer of this search. The method `prepare` sets this attribute and the next three."""
     base: list[str] = field(init=False)
@@ -98,7 +96,7 @@ class Search:
 
     def run(self, starts: Sequence[Sequence[str]], effort: Effort) -> Plan | None:
         """Return the cheapest plan within the budget that is found, or None. A `KeyboardInterrupt` or `Enough` ends the
-        search and sets ``interrupted``; if no plan fits yet, it is raised again."""
+        search and is recorded in ``effort.interrupted``; if no plan fits yet, it is raised again."""
         self.prepare(starts)
         begun = self.best  # already tidied; to do it again takes seconds if each op runs many times
         try:
@@ -106,10 +104,10 @@ class Search:
                 self._rounds_in_two(starts, effort)
             else:
                 self._rounds(effort)
-        except INTERRUPTS:
+        except INTERRUPTS as interrupt:
             if self.best is None:
                 raise
-            self.interrupted = True
+            effort.interrupted = interrupt
         if self.best is not None and self.best is not begun:
             self._offer(self.annealer.tidied(runs_of(self.best.schedule), self.budget))
         return self.best

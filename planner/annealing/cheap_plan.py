@@ -42,16 +42,16 @@ def cheap_plan(
             break
         middle = (low + high) // 2
         search = Search(graph, middle, *rules, enough=lambda overhead: overhead <= CHEAP)
-        starts = [runs_of(plan.schedule) for plan in (best, least)]
+        starts, part = [runs_of(plan.schedule) for plan in (best, least)], effort.part(share)
         try:
-            found = search.run(starts, effort.part(share))
+            found = search.run(starts, part)
         except INTERRUPTS:
             return best
         if found is not None and found.estimate.overhead <= CHEAP:
             best = found
         else:
             low = middle
-        if search.interrupted:
+        if part.interrupted:
             break
     return best
 

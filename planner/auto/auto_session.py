@@ -63,7 +63,6 @@ class AutoSession:
         self.known: list[Plan] = []
         self.order = Annealer(graph, keep_order=True) if rules.keep_order else None
         self.bound = BoundSearch(graph, budget)
-        self.interrupted = False  # whether Ctrl-C ended an annealing, which still returned its best plan
         cores = (os.cpu_count() or 1) >= SHARES.cores
         # Without phases one search has two threads.
         self.two_threads = graph.has_phases and cores and not effort.moves
@@ -114,7 +113,8 @@ class AutoSession:
         """Whether the best plan is proven within ``gap`` of the optimum, it is proven that none fits, or
         Ctrl-C ended an annealing.
         """
-        return self.interrupted or self.unreachable or self.good_enough(self.best_overhead)
+        interrupted = self.effort.interrupted is not None
+        return interrupted or self.unreachable or self.good_enough(self.best_overhead)
 
     @property
     def unreachable(self) -> bool:
@@ -177,15 +177,15 @@ class AutoSession:
 
     def lower_the_peak(self) -> None:
         """Search for the smallest peak until a plan fits or it is proven that none can, with at most the effort of the
-        budget ``min``. An interrupt is raised again if no plan fits yet, else it sets ``interrupted``."""
+        budget ``min``. An interrupt is raised again if no plan fits yet, else it is recorded in the effort."""
         # A budget that ``min`` can meet must not be refused.
         effort = self.effort_of_min
         if self.finished or effort.over:
             return
-        interrupted = self.lower_for(effort, self.budget, lambda: self.unreachable)
-        if interrupted and self.best is None:
-            raise interrupted
-        self.interrupted = interrupted is not None
+        self.lower_for(effort, self.budget, lambda: self.unreachable)
+        if effort.interrupted and self.best is None:
+            raise effort.interrupted
+        self.effort.interrupted = effort.interrupted
 
     @property
     def effort_of_min(self) -> Effort:
@@ -196,12 +196,10 @@ class AutoSession:
             return self.effort.like(SHARES.smallest_peak)
         return self.effort.part(SHARES.smallest_peak * self.effort.total)
 
-    def lower_for(
-        self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False
-    ) -> BaseException | None:
-        """Search for the smallest peak and take the plan. Return the interrupt that ended the search, or None.
-        ``enough``: bytes at which the search ends. ``ended``: returns whether it must end early."""
-        found, interrupted = search_smallest_peak(
+    def lower_for(self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False) -> None:
+        """Search for the smallest peak and take the plan. ``effort`` records an interrupt. ``enough``: bytes at which
+        the search ends. ``ended``: returns whether it must end early."""
+        found = search_smallest_peak(
             self.problem,
             effort,
             # Then it is the search of the budget ``min``, with the same peak.
@@ -212,7 +210,6 @@ class AutoSession:
             rules=self.rules,
         )
         self.take((found,))
-        return interrupted
 
     def take_cut_plan(self) -> bool:
         """Add the plan of a minimum cut at the loss, if one is found. Return whether its overhead is at most
@@ -280,7 +277,7 @@ class AutoSession:
 
     def anneal(self, graph: TrainingGraph, amount: float, alone: bool = False) -> bool:
         """Anneal ``graph`` for ``amount`` (seconds or moves) from the known plans of least cost and of smallest peak,
-        and take the plans found. Return whether the search gave up early. An interrupt sets ``interrupted``, or is
+        and take the plans found. Return whether the search gave up early. An interrupt is recorded in the effort, or
         raised again if this search has no plan that fits. ``alone``: without a second thread."""
 
         def report(_fraction: float, overhead: float | None) -> None:
@@ -303,7 +300,7 @@ class AutoSession:
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])
-        self.interrupted = search.interrupted
+        self.effort.interrupted = effort.interrupted
         return search.ended_early
 
     def second_annealing(

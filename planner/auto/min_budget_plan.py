@@ -68,18 +68,15 @@ def cheapest_near_smallest_peak(
     marked = infer_phases(graph)
     stated = graph if graph.has_phases else marked
     share = effort.like(SHARES.smallest_peak)
-    if moves:
-        least = find_smallest_peak(stated, share, starts, progress, rules=rules)
-        interrupted = share.interrupted
-    else:
-        least, interrupted = search_smallest_peak(stated, share, starts, progress, rules=rules)
+    search = find_smallest_peak if moves else search_smallest_peak
+    least = search(stated, share, starts, progress, rules=rules)
     effort.charge(moves=share.done)
+    effort.interrupted = share.interrupted
     budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
-    if slack and not interrupted:
-        above, interrupted = _plans_above(stated, marked, known, effort, rules=rules)
-        known += above
-    if interrupted:
+    if slack and not effort.interrupted:
+        known += _plans_above(stated, marked, known, effort, rules=rules)
+    if effort.interrupted:
         return replace(least, budget=budget, near=ladder(known) if slack else ())
     try:
         if moves:
@@ -108,10 +105,10 @@ def _plans_above(
     effort: Effort,
     *,
     rules: SearchRules,
-) -> tuple[list[Plan], BaseException | None]:
-    """Return plans to start from, and what interrupted their search, or None. The plans are block plans with small
-    peaks, unless ``rules`` keep the order, and plans at peaks above that of the last plan in ``known``. ``stated``,
-    ``marked``: the problem as stated, and with inferred phases."""
+) -> list[Plan]:
+    """Return plans to start from: block plans with small peaks, unless ``rules`` keep the order, and plans at peaks
+    above that of the last plan in ``known``. ``effort`` records an interrupt. ``stated``, ``marked``: the problem as
+    stated, and with inferred phases."""
     found: list[Plan] = []
     if not rules.keep_order:  # block plans need not keep the order
         part = Effort() if effort.moves else effort.part(SHARES.blocks * effort.left)
@@ -120,7 +117,8 @@ def _plans_above(
     above = effort.part(min(most, MIN_BUDGET.rungs * effort.left))
     falling = above.part(MIN_BUDGET.falling * above.left)
     found += plans_down_to(marked, known[-1].peak, falling, rules=rules)
-    if falling.interrupted:
-        return found, falling.interrupted
-    found += rungs_above(marked, [*known, *found], above, rules=rules)
-    return found, above.interrupted
+    above.interrupted = falling.interrupted
+    if not above.interrupted:
+        found += rungs_above(marked, [*known, *found], above, rules=rules)
+    effort.interrupted = above.interrupted
+    return found

@@ -61,9 +61,10 @@ def _lower(session: AutoSession) -> None:
     session.take(leanest_plans(session.problem, effort.part(effort.of(SHARES.refused_blocks))))
     amount, before = effort.of(SHARES.round_seconds), min((p.peak for p in session.known), default=math.inf)
     while not effort.over:
-        interrupted = session.lower_for(effort.part(amount))
+        part = effort.part(amount)
+        session.lower_for(part)
         smallest = min(plan.peak for plan in session.known)
-        if interrupted or smallest > (1 - SHARES.round_gain) * before:
+        if part.interrupted or smallest > (1 - SHARES.round_gain) * before:
             return
         before, amount = smallest, 2 * amount
 

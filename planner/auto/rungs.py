@@ -60,10 +60,9 @@ def rungs_above(
         try:
             search.run(_runs([fitting, above]), part)
         except INTERRUPTS as interrupt:
-            effort.interrupted = interrupt
+            part.interrupted = interrupt
         found += [plan for plan in (search.best, search.smallest) if plan is not None]
-        if search.interrupted:
-            effort.interrupted = KeyboardInterrupt()
+        effort.interrupted = part.interrupted
         if effort.interrupted:
             break
     return found

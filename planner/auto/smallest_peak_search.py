@@ -95,15 +95,17 @@ def search_smallest_peak(
     enough: int = 0,
     ended: Callable[[], bool] = lambda: False,
     rules: SearchRules = ANY_ORDER,
-) -> tuple[Plan, BaseException | None]:
-    """Return the plan with the smallest peak found, and the interrupt that ended the search or None. An interrupt is
-    raised instead if the plan without recomputation is still the best. ``enough``: a peak in bytes at which the search
-    ends. ``ended``: returns whether it must end early. A small problem is searched in stages, each of twice as many
-    moves as the one before; the time limit decides how many."""
+) -> Plan:
+    """Return the plan with the smallest peak found. An interrupt is recorded in ``effort``, or raised if the plan
+    without recomputation is still the best. ``enough``: a peak in bytes at which the search ends. ``ended``: returns
+    whether it must end early. A small problem is searched in stages, each of twice as many moves as the one before; the
+    time limit decides how many."""
     search = partial(find_smallest_peak, graph, progress=progress, enough=enough, rules=rules)
     if not is_small(graph):
         part = effort.part(effort.left, ended)
-        return search(part, starts), part.interrupted
+        found = search(part, starts)
+        effort.interrupted = part.interrupted
+        return found
     seconds, moves = effort.left / effort.of(1.0), PEAK_SEARCH.first_stage
     left = int(PEAK_SEARCH.moves_per_second * seconds)
     limit = math.inf if effort.moves else seconds
@@ -117,8 +119,9 @@ def search_smallest_peak(
         stale, least = 0 if gained else stale + 1, found if least is None else min(found, least, key=by_peak)
         left, moves = left - moves, 2 * moves
         if stage.interrupted or stage.cut_short or least.peak <= max(enough, min_peak_bound(graph).bytes):
-            return least, stage.interrupted
-    return least, None
+            effort.interrupted = stage.interrupted
+            break
+    return least
 
 
 def find_smallest_peak(

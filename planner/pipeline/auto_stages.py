@@ -44,9 +44,10 @@ class AutoStages:
     def least(self, graph: TrainingGraph, starts: Sequence[Plan], effort: Effort) -> Plan:
         """Return the plan with the smallest peak that a search from the known plans ``starts`` finds. An exception that
         interrupts the search is raised again."""
-        plan, interrupted = search_smallest_peak(graph, self._part(effort), starts)
-        if interrupted is not None:
-            raise interrupted
+        part = self._part(effort)
+        plan = search_smallest_peak(graph, part, starts)
+        if part.interrupted is not None:
+            raise part.interrupted
         return plan
 
     def floor(self, graph: TrainingGraph, budget: int, effort: Effort) -> float:
