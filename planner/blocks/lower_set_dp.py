@@ -259,8 +259,8 @@ def _asked(family: Family, budget: int) -> tuple[int, int]:
 
 @kernel
 def _fill(family: Family, unit: int, budget: int, width: int, charge_last: bool) -> Ints:
-    """Return `LowerSetTable.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i. ``unit``, ``width``,
-    ``charge_last``: as in `LowerSetDP`."""
+    """Return `LowerSetTable.opt`. Pairs of sets L_i ⊂ L_j are visited by rising j, then i. ``unit``: the cost of a
+    tick; ``width``: the number of ticks. ``charge_last``: whether recomputation of the last block counts."""
     count = len(family.bytes)
     opt = np.full((count, width), NEVER)
     opt[0, 0] = 0

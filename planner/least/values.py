@@ -100,7 +100,8 @@ class Values:
 
     def _solve(self, v: int, low: int, limit: int, groups: int, deepest: bool) -> tuple[int, int, Ints]:
         """Return a level for the reads of op ``v`` (`NEVER` if none is found), a proven lower bound of it (at least
-        ``low``), and the actions. ``limit``, ``groups``: as in `run`. ``deepest``: as in `search`."""
+        ``low``), and the actions. ``limit``: states to expand, ``groups``: for one group. ``deepest``: of equal levels,
+        whether the earliest state comes first instead of the smallest."""
         reads = self.demands.large_of(self.demands.reads[v])
         enough = max([low, *self._read_values(v)])
         start = np.array(reads, np.int64)

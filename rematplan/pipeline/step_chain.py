@@ -127,7 +127,7 @@ def _begins(
 ) -> dict[int, str]:
     """Return, by position of its first op, the name of each module at which a block begins: the outermost modules,
     fewer than `MOST_BLOCKS`, and those of ``wanted``. Modules that other ops interrupt, or that begin the step, begin
-    none. Arguments: as of `named_chain`."""
+    none. ``only``: modules that are allowed, None for all. ``prefix``: of the names of the model's modules."""
     ix = indexed(graph)
     forward = [o for o, is_forward in enumerate(ix.forward) if is_forward]
     first: dict[str, int] = {}

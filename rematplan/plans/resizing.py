@@ -126,8 +126,8 @@ class Resizing:
 
     def plan(self, sizes: Sequence[int], nominal: Ints) -> StepPlan | None:
         """Return the cheapest known plan that fits at certain sizes, with ``self.step``; None if no plan is known to
-        fit. If ``waiting`` is None and the plan recomputes, the result has a search for a better one. ``sizes``,
-        ``nominal``: as in `Corner`."""
+        fit. If ``waiting`` is None and the plan recomputes, the result has a search for a better one. ``sizes``: the
+        values of the step's expressions of sizes. ``nominal``: the bytes of its storages."""
         amounts = self.amounts(np.array(sizes, dtype=np.int64), nominal)
         plan = None if amounts is None else self._best(amounts)
         if amounts is None or plan is None:
@@ -174,7 +174,7 @@ class Resizing:
 
     def amounts(self, sizes: Ints, nominal: Ints) -> Amounts | None:
         """Return bytes, workspaces and costs of the problem at certain sizes. None if they cannot be interpolated.
-        ``sizes``, ``nominal``: as in `Corner`."""
+        ``sizes``: the values of the step's expressions of sizes. ``nominal``: the bytes of its storages."""
         for corner in self.corners:
             if np.array_equal(corner.sizes, sizes) and np.array_equal(corner.nominal, nominal):
                 return corner.amounts

@@ -61,7 +61,8 @@ def read_joint_graph(
     table: ExpressionTable | None,
 ) -> CapturedStep:
     """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`, to which `finished` must be
-    applied before it is planned. ``names``, ``outputs``: as in `ModuleRoles`; ``table``: as in `_Reader`. Raises
+    applied before it is planned. ``names``: the module's names by the tracer's. ``outputs``: how many outputs the
+    module has; further ones are checks. ``table``: receives symbolic sizes; None if sizes are fixed. Raises
     `ModelError` if the graph cannot be planned."""
     return _on_one_device(_Reader(module, ModuleRoles(names, outputs), table).read(name))
 
