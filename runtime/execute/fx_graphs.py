@@ -17,6 +17,7 @@ from rematplan.planner.core.schedule import Free, Schedule
 from rematplan.runtime.execute.emitter import Emitter
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
+from rematplan.runtime.graph.generator_states import save_rng
 from rematplan.runtime.problem.loss_boundary import split_at_loss
 
 
@@ -201,6 +202,6 @@ class _GraphEmitter(Emitter):
 
 
 def _fake_state(step: CapturedStep) -> torch.Tensor:
-    state = torch.get_rng_state() if step.device.type == "cpu" else torch.cuda.get_rng_state(step.device)
+    state = save_rng(step.device)()
     mode = detect_fake_mode([v.fake for v in step.values.values()])
     return state if mode is None else mode.from_tensor(state)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from rematplan.ir import Op, Tensor, TrainingGraph
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.generator_states import states_of
 
 PREFIX = "(random state) "
 
@@ -33,12 +32,7 @@ def saves_state(name: str) -> bool:
 
 def random_state_bytes(step: CapturedStep) -> int:
     """Return the bytes of the largest state of the generators from which a step draws; 0 if it draws no numbers."""
-    return max(map(_state_bytes, step.drawing_devices), default=0)
-
-
-def _state_bytes(device: torch.device) -> int:
-    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
-    return state.numel()
+    return max((state.numel() for state in states_of(step.drawing_devices).values()), default=0)
 
 
 def with_random_states(step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
