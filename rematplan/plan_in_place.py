@@ -199,6 +199,7 @@ class InPlace(HasRunner):
         plain = self.model if is_tested(torch.__version__) else remove(copy.deepcopy(self.model))
         make_first_plans(self.model, self.asked, plain, args, kwargs)
         if runner.parts is None:
+            assert runner.last
             plan = runner.last.plan
             searching = " so far" if plan.status == "refining" else ""
             runner.say(plan.peak, plan.budget or plan.peak, plan.estimate.overhead, searching)

@@ -273,7 +273,7 @@ def _last(planned: HasRunner) -> CacheEntry:
         raise UsageError(
             f"the model is planned in parts ({runner.name}, ...); planning(model).plans has their plans"
         )
-    if not hasattr(runner, "last"):
+    if runner.last is None:
         raise UsageError(
             f"{runner.name} has no plan yet; call it, or prepare a plan: planned.prepare(*arguments)"
         )

@@ -73,7 +73,7 @@ class Runner:
         self.recorder = Recorder(statistics) if statistics else None
         self.plans = CachedPlans(asked.max_plans)
         self.captures = Captures(name, asked.max_plans, ready=() if ready is None else (ready,))
-        self.last: CacheEntry
+        self.last: CacheEntry | None = None
         self.arrived: frozenset[str] = frozenset()
         """The positions of outputs whose tangents arrived although their step had left them out."""
         self.warnings = BudgetWarnings(name)
@@ -104,8 +104,7 @@ class Runner:
         twin.plans = self.plans.copy() if with_plans else CachedPlans(self.asked.max_plans)
         twin.captures = self.captures.copy(with_shapes=with_plans)
         if not twin.plans:
-            twin.prepared = None
-            twin.__dict__.pop("last", None)
+            twin.prepared = twin.last = None
         return twin
 
     @property
@@ -303,7 +302,7 @@ class Runner:
                     unplanned = UnplannedStep.of(entry.unplanned.whole, captured)
                     entry.measured = entry.planned_again(made, unplanned, statistics=found)
         self.last = entry.measured
-        return self.last
+        return entry.measured
 
     def find(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheEntry:
         """Return the valid entry for these arguments; if there is none, capture, plan and compile the step."""

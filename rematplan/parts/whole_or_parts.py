@@ -251,6 +251,7 @@ class WholeOrParts(Runner):
         self.parts = None
         try:
             self._with_state(super().prepare, original, args, kwargs)
+            assert self.last
             plan = self.last.plan
             if plan.peak <= (plan.budget or plan.peak):
                 self.say(
