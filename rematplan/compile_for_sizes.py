@@ -82,6 +82,8 @@ class SymbolicGraph:
     """
 
     def __init__(self, compiler: Compiler, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Compile the graph for all sizes, with a plan for those that ``inputs`` have in the trace; without a plan if
+        it has no backward."""
         self.compiler, self.module = compiler, copied(module)
         nodes = module.graph.find_nodes(op="placeholder")
         self.inputs = [_traced(node, given) for node, given in zip(nodes, inputs, strict=True)]

@@ -64,6 +64,8 @@ class CutBounds:
     """
 
     def __init__(self, graph: TrainingGraph, budget: int) -> None:
+        """Choose the places for cuts. ``best`` begins with the best bound known for this or a larger budget, infinite
+        if the budget is below `min_peak_bound`."""
         self.graph, self.budget = graph, budget
         self.order = precedence(graph)
         self.chain = heaviest_chain(graph, self.order)

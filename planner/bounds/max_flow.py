@@ -113,6 +113,8 @@ class CutNetwork:
         cut: int,
         slope: float = 0.0,
     ) -> None:
+        """Give each needed op that can run before op ``cut`` a node, and lay the arcs. ``cut``: a position in
+        ``graph.ops``."""
         # Node 0 is the source: the ops that cannot run before the cut op. Node 1 is the sink. Other ops are
         # on the source's side if they run after it. With a ``slope``, costs rise from the first op to the
         # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs 0.

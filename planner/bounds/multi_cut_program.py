@@ -50,6 +50,7 @@ class CutProgram:
         tiny: int,
         loops: Iterable[Loop] = (),
     ) -> None:
+        """Create all variables and rows. Loops with a tensor that counts as always resident are left out."""
         self.graph, self.order, self.cuts = graph, order, cuts
         scale = 1e9 / graph.base_cost if graph.base_cost else 0.0
         self.cost = [math.floor(op.cost * scale) / 1e3 for op in order.recipes]

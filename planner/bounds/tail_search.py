@@ -59,6 +59,8 @@ class TailSearch:
     def __init__(
         self, graph: TrainingGraph, order: Precedence, cuts: Sequence[int], first: int, budget: int
     ) -> None:
+        """Choose the tensors to track: those of more than the largest one's bytes ÷ `LARGE`. Ops of ``never_rerun``
+        have infinite cost."""
         self.graph, self.order, self.cuts, self.first, self.budget = graph, order, cuts, first, budget
         inputs, once = set(graph.inputs), set(graph.never_rerun)
         self.maker = {t: makers[0] for t, makers in order.makers.items() if t not in inputs}

@@ -26,6 +26,8 @@ class LastHeavyRun:
     """
 
     def __init__(self, demands: Demands) -> None:
+        """Lay the arcs: from the source to tensors, from these to their ops (capacity: bytes), from ops to what they
+        read (unlimited) and to the sink."""
         self.demands, self.flows = demands, 0
         ops, tensors = len(demands.ops), len(demands.sizes)
         self.unlimited = sum(demands.sizes) + 1

@@ -25,6 +25,8 @@ class Unfolding:
     computed from nothing at that point)."""
 
     def __init__(self, values: Values, limit: int, most: int) -> None:
+        """Begin without runs and demanded tensors. ``values``: for each tensor, how and within how many bytes it can be
+        computed from nothing."""
         self.values, self.demands, self.limit, self.most = values, values.demands, limit, most
         tables = self.demands.tables
         self.size, self.value, self.maker = tables.size.tolist(), tables.value.tolist(), tables.maker.tolist()

@@ -63,6 +63,8 @@ class _Sequence:
     """Builds the runs in which the backward half recovers the tensors ``back``, each by its `Recovery`."""
 
     def __init__(self, graph: TrainingGraph, back: dict[str, Recovery]) -> None:
+        """Find the tensors to recover by themselves (``back``, without those that another recovery computes on the way)
+        and those that are freed meanwhile (``gone``)."""
         self.graph = graph
         # For each tensor that a recovery computes on the way: the tensor to recover, and the op.
         self.intermediates: dict[str, tuple[str, Op]] = {}

@@ -96,6 +96,7 @@ class SizeSearch:
     equal, problems are built from those with 5, 6 and 7 layers. Otherwise the step is captured."""
 
     def __init__(self, model: SizedModel, asked: Question, progress: Progress) -> None:
+        """Begin without problems. The budget is the memory of the question ``asked`` without its margins."""
         self.model, self.asked, self.progress = model, asked, progress
         self.budget = asked.memory - sum(asked.margin.values())
         self._store, self._sized = PlanStore(), SizedCosts()

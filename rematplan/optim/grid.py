@@ -19,6 +19,8 @@ class Grid:
     it."""
 
     def __init__(self, group: ProcessGroup | None, columns_of: int) -> None:
+        """Make process groups of this process's row and column; all processes must call this. ``group``: None for the
+        default one."""
         if not distributed.is_initialized():
             raise UsageError(
                 "there is no process group: call torch.distributed.init_process_group, or run under torchrun"

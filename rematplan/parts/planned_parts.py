@@ -83,6 +83,7 @@ class PlannedParts:
         find: Callable[[nn.Module], Mapping[str, nn.Module]],
         error: ModelError | None = None,
     ) -> None:
+        """Begin without parts: the first call rehearses a step and makes them."""
         self.planner, self.find, self.error = planner, find, error
         self.parts: Mapping[str, nn.Module] = {}
         """The modules that may be parts, as found for the latest rehearsal."""

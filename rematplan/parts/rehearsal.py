@@ -58,6 +58,8 @@ class Rehearsal:
         stated: bool,
         earlier: Rehearsal | None = None,
     ) -> None:
+        """Prepare the replacement of the parts' forwards. What ``earlier`` has captured, or found impossible, is shared
+        and extended."""
         self.model, self.parts, self.stated = model, parts, stated
         self._captured: list[EqualParts] = earlier._captured if earlier else []
         """What has been captured, also in earlier rehearsals of this call."""

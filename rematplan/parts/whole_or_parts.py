@@ -58,6 +58,7 @@ class WholeOrParts(Runner):
         statistics: Kronecker | None = None,
         modules: tuple[str, ...] | None = None,
     ) -> None:
+        """Make a runner without plans; `UsageError` for ``modules`` together with options that parts do not support."""
         super().__init__(name, planner, asked, statistics)
         self.modules = modules
         self.state = StateTensors()

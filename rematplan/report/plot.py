@@ -106,6 +106,8 @@ class _Picture:
         measured: Sequence[MeasuredPoint],
         floors: Floors,
     ) -> None:
+        """Find the units and limits of the diagram. ``curves``: plans by strategy, of which empty ones and that of
+        ``base`` are not drawn."""
         self.base, self.measured = base, measured
         self.unit, self.scale = unit_of(base.estimate.peak)
         self.right = base.estimate.peak / self.scale

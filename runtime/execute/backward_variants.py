@@ -47,6 +47,8 @@ class BackwardVariants:
         lanes: Lanes | None,
         spare: Sequence[int],
     ) -> None:
+        """Begin with the one compiled variant ``backward``; others are compiled when needed. ``lanes``: None for one
+        lane."""
         self.schedule, self.lanes, self.spare = schedule, lanes, spare
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""

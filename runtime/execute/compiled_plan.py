@@ -49,6 +49,8 @@ class CompiledPlan:
         for_any_sizes: bool = False,
         unused: Sequence[int] = (),
     ) -> None:
+        """Compile both halves. ``step``: the captured step. ``lanes``: None for one lane. ``for_any_sizes``: whether
+        the code takes the values of all size expressions."""
         self.schedule, self.lanes, self.spare = schedule, lanes, spare
         self.like = step
         """A step of the same calls and values, perhaps of other sizes."""

@@ -124,6 +124,8 @@ class OpTape:
     when asked."""
 
     def __init__(self, decisions: ValueGuardRecorder, sizes: Sequence[int | torch.SymInt] = ()) -> None:
+        """Begin without calls. ``sizes``: the symbols of the expected counts (`ValueGuardRecorder.counts`), in
+        order."""
         self.decisions, self.sizes = decisions, sizes
         self.entries: list[RecordedCall] = []
         self.sources: dict[int, Source | torch.Tensor] = {}

@@ -74,6 +74,8 @@ class _StageWriter(Writer):
     """Writes the schedule of a dataflow pipeline's stage as the source of a forward and a backward function."""
 
     def __init__(self, step: CapturedStep, schedule: Schedule, last: bool) -> None:
+        """Find what hooks must get: recomputed values, and parameter gradients before their last free. ``last``:
+        whether the stage is the last."""
         super().__init__(
             step, tuple(one for one in schedule if not (isinstance(one, Free) and one.tensor in MARKERS))
         )

@@ -149,6 +149,8 @@ class _Step:
         losses: list[torch.Tensor],
         return_outputs: bool,
     ) -> None:
+        """Open the channels to both neighbours, and cut ``target`` on the last stage. ``losses`` gets the losses;
+        outputs are kept if ``return_outputs``."""
         self.owner, self.stage, self.batch, self.losses = owner, owner.stage, batch, losses
         self.outputs: list[tuple[torch.Tensor, ...]] | None = (
             [] if return_outputs and owner.stage.is_last else None

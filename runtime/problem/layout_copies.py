@@ -121,6 +121,8 @@ class _Followed:
     name, the tensors with other strides. ``read``, ``kept``, ``spare``: as in `OtherLayout`."""
 
     def __init__(self, step: CapturedStep, layout: Layout) -> None:
+        """Give the outputs' gradients this layout, and follow all calls that depend on them. Nothing is followed if no
+        stride changes."""
         self.step = step
         self.otherwise: dict[str, torch.Tensor] = {}
         self.read: dict[str, int] = {}

@@ -66,6 +66,7 @@ class StepUse:
     """Which calls of a step make and read each value and storage."""
 
     def __init__(self, step: CapturedStep) -> None:
+        """Index a step's calls by the values and storages that they read and make."""
         self.step = step
         self.maker, self.readers = step.makers, step.readers
         self.allocator = {s: c for c in step.calls for s in step.writes(c)}

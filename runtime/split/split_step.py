@@ -71,6 +71,8 @@ class _Splitter(SumEmitter):
     """
 
     def __init__(self, step: CapturedStep, bounds: Mapping[SplitRegion, tuple[int, ...]]) -> None:
+        """Find the parts of each region, the regions with an early backward, and the calls whose parts run together.
+        Nothing is emitted yet."""
         super().__init__(step, next(iter(bounds)))
         self.use = StepUse(step)
         self.emitted: set[str] = set()

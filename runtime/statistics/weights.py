@@ -78,6 +78,8 @@ class Weights:
     """The weights of a step that can have Kronecker factors, found by the calls that compute their gradients."""
 
     def __init__(self, step: CapturedStep) -> None:
+        """Find the weights (``found``, in the order of their gradients), effective ones included, and why other
+        parameters have no statistics (``skipped``)."""
         self.step = step
         #: By the name of a trained parameter that is no such weight, the reason. Biases of found weights are
         #: left out.
