@@ -9,7 +9,7 @@ from rematplan.planner.arrays.phases import contradiction
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import plan_within
+from rematplan.plans.budget_searches import plan_within
 from rematplan.plans.options import PlanOptions, stated_strategy
 from rematplan.plans.progress import LOG
 from rematplan.plans.step_problems import StepProblems

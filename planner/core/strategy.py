@@ -57,6 +57,11 @@ class Strategy:
         """Whether this strategy's plans are worth saving on disk, as starts for searches in later processes."""
         return False
 
+    @property
+    def counted(self) -> int:
+        """The number of moves that limits a search; 0 if time does, or if there is no limit."""
+        return 0
+
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:

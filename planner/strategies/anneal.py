@@ -46,6 +46,11 @@ class Anneal(SearchStrategy):
         moves, because its result must not depend on plans that earlier processes found."""
         return not self.moves
 
+    @property
+    def counted(self) -> int:
+        """The number of moves that limits the search; 0 if its time does."""
+        return self.moves
+
     def share(self, count: int) -> Self:
         """Return this strategy with its time limit and its number of moves divided by ``count``, moves rounded up."""
         return replace(super().share(count), moves=-(-self.moves // count))

@@ -40,7 +40,8 @@ from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.reversible import Reversible
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
-from rematplan.plans.budgets import Budget, least_plan, parse_budget, whole_bytes
+from rematplan.plans.budget_searches import least_plan
+from rematplan.plans.budgets import Budget, parse_budget, whole_bytes
 from rematplan.plans.tradeoff import curves_csv, key, rows_at, spread, trace_curves
 from rematplan.report.tables import measured_table, trade_off_table
 

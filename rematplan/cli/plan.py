@@ -24,7 +24,8 @@ from rematplan.planner.overlap.place_on_lanes import saved
 from rematplan.planner.peak_report import peak_cause
 from rematplan.planner.registry import STRATEGIES
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget, least_plan, parse_budget, plan_within, unit_missing
+from rematplan.plans.budget_searches import least_plan, plan_within
+from rematplan.plans.budgets import Budget, parse_budget, unit_missing
 from rematplan.plans.two_lane_plans import overlapped, stated_sharing
 from rematplan.report.tables import ladder_table, pairs_table, plan_table, split_for_people, split_table
 

@@ -19,7 +19,8 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.family.range_proof import RangeRow
 from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget, least_plan, parse_budget
+from rematplan.plans.budget_searches import least_plan
+from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.range_planning import RangePlan, plan_range
 from rematplan.plans.size_ranges import ProblemRange, problems_over
 from rematplan.plans.two_lane_plans import OFF

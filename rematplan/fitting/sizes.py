@@ -20,7 +20,7 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.family.interpolated_problems import Between
 from rematplan.planner.family.repeated_layers import SHALLOW, RepeatedLayers, repeated_layers
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import plan_within
+from rematplan.plans.budget_searches import plan_within
 from rematplan.plans.held_by_others import OtherBytes
 from rematplan.plans.options import PlanOptions
 from rematplan.plans.size_ranges import interpolations

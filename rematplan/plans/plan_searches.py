@@ -12,7 +12,8 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, Strategy, silent
-from rematplan.plans.budgets import Budget, least_plan, plan_within
+from rematplan.plans.budget_searches import least_plan, plan_within
+from rematplan.plans.budgets import Budget
 from rematplan.plans.first_plan import plan_at_once
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals
 from rematplan.plans.options import QUICK, PlanOptions

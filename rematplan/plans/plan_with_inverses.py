@@ -16,7 +16,8 @@ from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.plan import Plan
 from rematplan.planner.core.strategy import Progress, silent
-from rematplan.plans.budgets import Budget, least_plan, plan_within
+from rematplan.plans.budget_searches import least_plan, plan_within
+from rematplan.plans.budgets import Budget
 
 PLAIN = 0.4
 """The share of the time limit for the problem without inverses that round."""

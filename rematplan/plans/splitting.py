@@ -15,7 +15,8 @@ from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.search_rules import rules_of
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import Budget, parse_budget, plan_within
+from rematplan.plans.budget_searches import plan_within
+from rematplan.plans.budgets import Budget, parse_budget
 from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems

@@ -11,7 +11,8 @@ from rematplan.ir import LatticeTooLarge, TrainingGraph
 from rematplan.planner.caches.plan_store import PlanStore
 from rematplan.planner.core.plan import Plan, by_cost
 from rematplan.planner.core.strategy import Progress, Strategy, pareto, silent
-from rematplan.plans.budgets import Budget, stored_plans
+from rematplan.plans.budget_searches import stored_plans
+from rematplan.plans.budgets import Budget
 
 RIVAL_PEAKS = 3
 """`auto` is also asked for plans at this many peaks of the other strategies' plans."""

@@ -10,7 +10,8 @@ from rematplan.planner.core.strategy import Strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.ilp import ILP
-from rematplan.plans.budgets import least_plan, parse_budget, parse_loss_memory, plan_within, unit_missing
+from rematplan.plans.budget_searches import least_plan, plan_within
+from rematplan.plans.budgets import parse_budget, parse_loss_memory, unit_missing
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from rematplan.planner.registry import strategy
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import no_recompute
-from rematplan.plans.budgets import least_plan, plan_within
+from rematplan.plans.budget_searches import least_plan, plan_within
 
 
 def dense(layers: int, growth: int = 4096) -> TrainingGraph:

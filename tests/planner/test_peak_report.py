@@ -11,7 +11,7 @@ from rematplan.planner.peak_report import floor_text, peak_cause, transients
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.chen_sqrt import ChenSqrt
 from rematplan.planner.strategies.store_all import StoreAll
-from rematplan.plans.budgets import plan_within
+from rematplan.plans.budget_searches import plan_within
 
 
 def two_ops(output: int = 8) -> TrainingGraph:

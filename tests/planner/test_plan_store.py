@@ -19,7 +19,7 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.strategies.anneal import Anneal
 from rematplan.planner.strategies.approx_dp import ApproxDP
 from rematplan.planner.strategies.ilp import ILP
-from rematplan.plans.budgets import plan_within
+from rematplan.plans.budget_searches import plan_within
 
 INSTANT = Auto(time_limit=0.0)
 

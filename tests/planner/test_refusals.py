@@ -23,7 +23,7 @@ from rematplan.planner.strategies.ilp import ILP
 from rematplan.planner.strategies.nested_dp import NestedDP
 from rematplan.planner.strategies.store_all import StoreAll, no_recompute
 from rematplan.plans import leanest_plan
-from rematplan.plans.budgets import plan_within
+from rematplan.plans.budget_searches import plan_within
 from rematplan.plans.leanest_plan import check_floor
 
 QUICK = 30.0  # seconds on a machine with much other work; it takes about five
