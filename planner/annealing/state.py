@@ -134,9 +134,8 @@ class State(NamedTuple):
 
 @vector_inner
 def spread(mem: Floats, cap: Floats, low: int, high: int, bytes_: float) -> float:
-    """Add ``bytes_`` to the live bytes of slots ``low`` to ``high``, both included, and return the change of
-    the penalty.
-    """
+    """Add ``bytes_`` to the live bytes ``mem`` of slots ``low`` to ``high``, both included, in place. Return the change
+    of the penalty: of the bytes beyond ``cap``."""
     change = 0.0
     # Slices, so that indices start at 0: loops with possibly negative indices are not vectorised.
     live, most = mem[low : high + 1], cap[low : high + 1]

@@ -195,7 +195,7 @@ def push(heap: Ints, length: int, state: int, keys: Ints) -> int:
 
 @inner
 def pop(heap: Ints, length: int, keys: Ints) -> tuple[int, int]:
-    """Remove the first state from a binary heap. Return it and the heap's new length."""
+    """Remove the first state from a binary heap, in place. Return it and the heap's new length."""
     first, length, i = heap[0], length - 1, 0
     heap[0] = heap[length]
     while 2 * i + 1 < length:

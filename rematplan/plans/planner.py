@@ -143,8 +143,8 @@ class Planner(StepProblems):
         return RewrittenStep(found.step, (*changed.notes, *found.notes))
 
     def _with_fused_kernels(self, step: CapturedStep) -> RewrittenStep:
-        """Return the step with fused kernels. If some regions have none, one warning says how many, and why the
-        first."""
+        """Return the step with fused kernels; with open sizes, they are kept for steps of the same structure. If some
+        regions have none, one warning says how many, and why the first."""
         if self.options.split != UNSPLIT:
             step = replace(step, open_sizes=None)  # the sizes of parts are plain numbers
         key = structure_of(step) if step.open_sizes else None

@@ -46,7 +46,7 @@ class ModuleTensors:
         return found
 
     def restore(self) -> None:
-        """Undo the changes of buffers that `changes` returns."""
+        """Undo the changes of buffers that `changes` returns, and keep them for `redo`."""
         self.undone = []
         for now, (buffers, _, _) in zip(self.modules, self.before, strict=True):
             for name, tensor in list(now["_buffers"].items()):
