@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from rematplan.ir import TrainingGraph, UsageError
 from rematplan.planner.arrays.indexed import indexed
 from rematplan.planner.pipeline.stage_chain import Groups, StageChain, blocks_at, stage_chain
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, in_model
+from rematplan.runtime.graph.captured_step import MODEL, Call, CapturedStep, in_model
 from rematplan.runtime.graph.module_names import prefixes
 from rematplan.runtime.problem.random_states import drawing_op
 
 MOST_BLOCKS = 64
 """The most blocks. Modules begin blocks from the outermost inwards, as long as there are not more."""
-WRAPPER = "model."
-"""The prefix of the names of everything inside a model that was wrapped together with a loss."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def named_chain(
     graph: TrainingGraph,
     wanted: Sequence[str] = (),
     only: Collection[str] | None = None,
-    prefix: str = WRAPPER,
+    prefix: str = MODEL,
 ) -> NamedChain:
     """Divide a captured step into blocks that begin at modules and have the modules' names; at ops, if no module can
     begin one. ``wanted``: modules to prefer; ``only``: those allowed, None for all; ``prefix``: of the names of the

@@ -21,7 +21,7 @@ from rematplan.plans.options import AUTO_SPLIT, UNSPLIT, PlanOptions
 from rematplan.plans.split_floor import floor_text, split_floor
 from rematplan.plans.step_problems import StepProblems
 from rematplan.runtime.costs.device_models import PROFILE
-from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.captured_step import MODEL, CapturedStep
 from rematplan.runtime.split.call_emitter import part_of
 from rematplan.runtime.split.early_backward import scales_gradients
 from rematplan.runtime.split.regions import SplitRegion, StepUse, find_regions
@@ -100,7 +100,7 @@ def split_as_asked(
     parts: dict[SplitKind, int] = {}
     for name, k in asked:
         # A model that was loaded from a file has its name in front of its modules' names.
-        inside = [r for one in (name, f"model.{name}") for r in regions if r.is_in(one)]
+        inside = [r for one in (name, MODEL + name) for r in regions if r.is_in(one)]
         if needed and not inside:
             raise UsageError(_about_whole(step, name, regions))
         parts |= {(r,): k for r in inside}
@@ -111,7 +111,7 @@ def _about_whole(step: CapturedStep, module: str, regions: Sequence[SplitRegion]
     """Return why nothing in a module can be split, and what can be."""
     known = ", ".join(dict.fromkeys(r.name for r in regions)) or "nothing"
     text = f"split: no ops of {module!r} can be split in {step.name}; what can be split is in {known}"
-    made = {s for c in step.calls if c.module in (module, f"model.{module}") for s in step.writes(c)}
+    made = {s for c in step.calls if c.module in (module, MODEL + module) for s in step.writes(c)}
     returned = not made.isdisjoint(step.returned("output"))
     return f"{text}; the model returns what {module!r} computes, so that exists whole" if returned else text
 
