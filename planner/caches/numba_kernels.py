@@ -29,17 +29,20 @@ def kernel(loop: Loop) -> Loop:
 
 
 def unlocked(loop: Loop) -> Loop:
-    """As `kernel`, but ``loop`` releases the GIL, so that other Python threads can run during a call."""
+    """Have numba compile ``loop`` and cache its machine code, as `kernel` does. A call releases the GIL, so that other
+    Python threads can run meanwhile."""
     return compiled(loop, nogil=True)
 
 
 def unlocked_borrowing(loop: Loop) -> Loop:
-    """As `unlocked`, for a ``loop`` that neither creates nor returns arrays."""
+    """Have numba compile ``loop``, which neither creates nor returns arrays, so that a call releases the GIL and counts
+    no references."""
     return borrowing(loop, nogil=True)
 
 
 def vector_inner(loop: Loop) -> Loop:
-    """As `inner`, with sums that numba may reorder. ``loop`` must not call itself."""
+    """Have numba compile ``loop`` for calls by other compiled functions, with sums in any order. It must not call
+    itself, nor create or return arrays."""
     # Sums of integers are exact in any order. A recursive function crashes when it is loaded from the cache on disk.
     return borrowing(loop, fastmath=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 

@@ -113,8 +113,9 @@ Row = list[cp_model.IntVar]
 def _variables(
     model: cp_model.CpModel, graph: TrainingGraph, steps: int
 ) -> tuple[list[Op], dict[str, Row], dict[tuple[int, int], cp_model.IntVar]]:
-    """Return recipes that may run, and new variables: «resident before step k» by tensor, «runs at step k» by (recipe,
-    step). Outputs are resident at the end, nothing is at the start, and ops of ``never_rerun`` run at most once."""
+    """Return the ops and inverses that write no input, and new variables: «resident before step k» by tensor, «runs at
+    step k» by (recipe, step). Outputs are resident at the end, nothing is at the start, and ops of ``never_rerun`` run
+    at most once."""
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     # An inverse that would write an input may not run.
     recipes = [op for op in graph.recipes if inputs.isdisjoint(op.writes)]

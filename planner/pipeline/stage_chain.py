@@ -237,8 +237,8 @@ class _Assignment:
         pairs: Mapping[str, str],
         homes: Mapping[int, int],
     ) -> None:
-        """Assign all ops: a backward op to its home if it can be there, else as late as possible, then perhaps to an
-        earlier block that needs its result."""
+        """Assign all ops. A backward op goes to its home if it can be there, else to the last possible block, then
+        perhaps to an earlier one that needs its result."""
         self.ix, self.blocks = ix, blocks
         self.tensor = {name: t for t, name in enumerate(ix.tensors)}
         self.at = [of.get(o, -1) for o in range(len(ix.ops))]

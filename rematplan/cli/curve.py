@@ -117,7 +117,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan curve``: compute trade-off curves, show them and write the requested files. Return 0."""
+    """Run ``rematplan curve``: compute trade-off curves, show them, write the requested files, and return 0.
+    `UsageError` for options of a model with a problem file, and of one size with a range."""
     check_outputs(args.png, args.csv)
     if args.measure and is_problem(args):
         raise UsageError("--measure needs a model, and a problem file does not contain one")

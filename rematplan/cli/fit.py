@@ -103,7 +103,8 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan fit``, and return the exit status: 0 if the step fits, with a plan if necessary, else 1."""
+    """Run ``rematplan fit``, and return the exit status: 0 if the step fits, with a plan if necessary, else 1.
+    `UsageError` for options that contradict each other, or an unknown model."""
     parse_budget(args.memory, ("bytes",), "memory")
     check_costs(args.costs)
     sizes = dimensions(args.dim or ())

@@ -243,7 +243,8 @@ def _hugging_face(path: Path, vary: str, dims: Dims, asked: Question) -> SizedMo
 def _transformer(
     transformers: Any, name: str, config: Any, sizes: Dims, labels: Sequence[str]
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], AbstractContextManager[object]]:
-    """Return a model of Hugging Face with labels, so that its first output is its loss, and a batch of it."""
+    """Return a model of Hugging Face with labels, so that its first output is its loss, and a batch of it, both without
+    data. `UsageError` if the configuration makes no such model."""
     changed = type(config).from_dict(config.to_dict())
     if sizes["depth"]:
         changed.num_hidden_layers = sizes["depth"]

@@ -87,8 +87,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan pipeline``: divide the model into stages, plan them, show the pipeline, and write the requested
-    files. Return the exit status 0."""
+    """Run ``rematplan pipeline``: divide the model into stages, plan them, show the pipeline, write the requested
+    files, and return 0. `UsageError` for options that are unknown, malformed or exclude each other."""
     check_outputs(args.output, args.png)
     budget = parse_rank_budget(args.budget)
     link, optimizer = parse_link(args.link), optimizer_copies(args.optimizer)

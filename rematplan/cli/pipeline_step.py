@@ -39,8 +39,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Run ``rematplan pipeline-step`` as one rank; rank 0 shows all measurements. The exit status is 1 if
-    ``--verify`` found a difference."""
+    """Run ``rematplan pipeline-step`` as one rank; rank 0 shows all measurements. Return 1 if ``--verify`` found a
+    difference, else 0; `UsageError` unless torchrun has started a process for each rank."""
     plan, seconds = load_pipeline(args.file), time_limit(args, Auto.time_limit)
     ranks = plan.ranks
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -92,7 +92,8 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _problems(args: argparse.Namespace, out: Output) -> tuple[ProblemRange, tuple[str, ...]]:
-    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user."""
+    """Return the planning problems of all sizes of the range that ``--dim`` states, and notes for the user. A
+    `ModelError` names the size at which it was raised."""
     found = spanned(args)
     assert found is not None
     name, sizes = found

@@ -46,7 +46,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Run ``rematplan step``: plan the model's step or load a plan, run it, and print its measurements. The exit status
-    is 1 if ``--verify`` found a larger difference than the plan predicts, else 0."""
+    is 1 if ``--verify`` found a larger difference than the plan predicts, else 0. `UsageError` unless either a budget
+    or a plan is stated."""
     if (args.budget is None) == (args.plan is None):
         raise UsageError("state a --budget or a --plan file, not both")
     if args.budget is not None:

@@ -239,16 +239,16 @@ class Runner:
                     entry.swap_plan()
 
     def _is_new_step(self, entry: CacheEntry, state: guards.ModuleState) -> bool:
-        """Return whether gradients are None, or the optimizer has stepped since the last call, whose version of a
-        parameter this call replaces."""
+        """Return whether gradients are None, or the optimizer has stepped since the last call: a parameter has another
+        version than `version`, which is replaced."""
         name, before = next(iter(entry.targets), ""), self.version
         trained = state.named.get(name)
         self.version = name, None if trained is None else trained._version
         return trained is None or trained.grad is None or (before[0] == name and before != self.version)
 
     def _begin_training(self, call: Tracing) -> None:
-        """Drop the plans, and let a percentage refer to this step, if the percentage was fixed by a prepared call of
-        the same shapes but of other types, modes or layouts."""
+        """If a prepared call of the same shapes but of other types, modes or layouts fixed a percentage, drop the plans
+        and let it refer to this step. In any case `prepared` is None afterwards."""
         prepared, self.prepared = self.prepared, None
         planner = self.planner.of_training()
         # A step of other shapes does not count: its batch may be a small one.
@@ -290,8 +290,8 @@ class Runner:
         return recorder.forward(parameters, accumulating)
 
     def _measured(self, entry: CacheEntry, recorder: Recorder) -> CacheEntry:
-        """Return the entry for the forward of ``entry`` whose step also computes statistics, planned if there is
-        none."""
+        """Return the entry for the forward of ``entry`` whose step also computes statistics, planned if there is none.
+        It becomes `last`."""
         if entry.measured is None:
             with LOCK.alone():
                 if entry.measured is None:
@@ -329,8 +329,8 @@ class Runner:
         return state
 
     def _entry(self, call: Tracing) -> CacheEntry:
-        """Return the valid cache entry for a call, captured and planned now if there is none. `UsageError` for a model
-        with parametrizations in a block that caches them."""
+        """Return the valid cache entry for a call, captured and planned now if there is none; it becomes `last`.
+        `UsageError` for a model with parametrizations in a block that caches them."""
         call.state.check_parametrizations(self.name)
         with LOCK.shared():
             found = self.plans.valid(call)
@@ -347,8 +347,8 @@ class Runner:
         return found
 
     def _with_gradients(self, entry: CacheEntry, call: Tracing) -> CacheEntry:
-        """Return ``entry`` if no gradients of earlier steps exist; else the entry whose plan fits with them, planned if
-        there is none."""
+        """Return ``entry`` if no gradients of earlier steps exist. Else return the entry whose plan fits with them,
+        planned if there is none, and let it be `last`."""
         first = call.state.named.get(next(iter(entry.targets), ""))
         summed = self.recorder.summed_bytes.values() if self.recorder else ()
         held = existing_gradients(first, call.state.named, call.tensors, summed)
