@@ -282,6 +282,47 @@ def path_to(state: int, parent: Ints, first_action: Ints, actions: Ints) -> Ints
 
 
 @kernel
+def regressed(
+    T: Tables,
+    op: int,
+    level: int,
+    best: int,
+    demanded: Ints,
+    n: int,
+    size: int,
+    marks: Ints,
+    frozen: Flags,
+    steps: Ints,
+    seen: Words,
+    levels: Ints,
+) -> tuple[bool, int, int, int, int, int]:
+    """Regress ``op`` in a set, if not negative, and settle the set, both in place. Return whether its level is below
+    ``best`` and the set is new and not dominated; its level, count and bytes, the number of actions in ``steps``, and
+    that of tensors looked at."""
+    made, looked, fits = 0, 2 * n, True
+    for i in range(n):
+        marks[demanded[i]] = 1
+    if op >= 0:
+        during, before = transition(T, op, size, marks)
+        level = max(level, during)
+        fits = level < best and (not T.once[op] or is_closed(T, op, demanded, n, marks))
+        if fits:
+            n, size = regress_op(T, op, demanded, n, marks), before
+            steps[0], made = op, 1
+    fits = fits and is_new(T, demanded, n, level, seen, levels)
+    if fits:
+        before = made
+        looked += n
+        n, size, made = settle(T, demanded, n, size, level, marks, frozen, steps, made)
+        looked += n
+        fits = made == before or n == 0 or is_new(T, demanded, n, level, seen, levels)
+        fits = fits and not is_dominated(T, demanded, n, level, seen, levels)
+    for i in range(n):
+        marks[demanded[i]] = 0
+    return fits, level, n, size, made, looked
+
+
+@kernel
 def search(
     T: Tables, start: Ints, frozen: Flags, low: int, goal: int, limit: int, deepest: bool, enough: int
 ) -> tuple[int, int, int, Ints, Ints]:
@@ -339,13 +380,11 @@ def search(
             children = first_tensor[current + 1] - first_tensor[current]
             parent_set[:children] = pool[first_tensor[current] : first_tensor[current + 1]]
         for c in range(children):
-            made = 0
-            if current < 0:
-                level = low
-            else:
+            op, level = -1, low
+            if current >= 0:
                 if frozen[parent_set[c]]:
                     continue
-                op, known = T.maker[parent_set[c]], False
+                op, level, known = T.maker[parent_set[c]], keys[current, 0], False
                 looked += c
                 for i in range(c):  # ops with several demanded results are regressed once
                     known |= T.maker[parent_set[i]] == op and not frozen[parent_set[i]]
@@ -353,28 +392,10 @@ def search(
                     continue
                 n, size = children, sizes[current]
                 demanded[:n] = parent_set[:n]
-            looked += 2 * n
-            for i in range(n):
-                marks[demanded[i]] = 1
-            fits = True
-            if current >= 0:
-                during, before = transition(T, op, size, marks)
-                level = max(keys[current, 0], during)
-                fits = level < best and (not T.once[op] or is_closed(T, op, demanded, n, marks))
-                if fits:
-                    n, size = regress_op(T, op, demanded, n, marks), before
-                    steps[0], made = op, 1
-            if fits and is_new(T, demanded, n, level, seen, levels):
-                before = made
-                looked += n
-                n, size, made = settle(T, demanded, n, size, level, marks, frozen, steps, made)
-                looked += n
-                fits = made == before or n == 0 or is_new(T, demanded, n, level, seen, levels)
-                fits = fits and not is_dominated(T, demanded, n, level, seen, levels)
-            else:
-                fits = False
-            for i in range(n):
-                marks[demanded[i]] = 0
+            fits, level, n, size, made, more = regressed(
+                T, op, level, best, demanded, n, size, marks, frozen, steps, seen, levels
+            )
+            looked += more
             if not fits:
                 continue
             looked += n * (made + 1)
