@@ -20,7 +20,7 @@ from rematplan.ir import TrainingGraph, load_problem, show_bytes
 from rematplan.models import ZOO
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
-from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak_in_stages
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.strategies.store_all import no_recompute
@@ -55,7 +55,7 @@ def searched(graph: TrainingGraph, seconds: float) -> str:
     """Search the smallest peak of a problem, then cheap plans near it, for at most ``seconds`` each; return the table's
     line for it."""
     effort = Effort(seconds)
-    least = search_smallest_peak(graph, effort)
+    least = find_smallest_peak_in_stages(graph, effort)
     spent, found, proven = effort.spent(), least.peak, min_peak_bound(graph).bytes
     lean = cheapest_near_smallest_peak(graph, seconds, slack=MIN_BUDGET.slack, starts=[least])
     sizes = (show_bytes(n) for n in (no_recompute(graph).peak, found, proven))

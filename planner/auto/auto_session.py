@@ -19,7 +19,7 @@ from rematplan.planner.auto.bound_thread import BoundThread
 from rematplan.planner.auto.eviction import lower_by_eviction
 from rematplan.planner.auto.exhaustive import MOST_STATES, exhaustive, has_few_tensors
 from rematplan.planner.auto.second_annealer import SecondSearch
-from rematplan.planner.auto.smallest_peak_search import is_small, search_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak_in_stages, is_small
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
@@ -199,7 +199,7 @@ class AutoSession:
     def lower_for(self, effort: Effort, enough: int = 0, ended: Callable[[], bool] = lambda: False) -> None:
         """Search for the smallest peak and take the plan. ``effort`` records an interrupt. ``enough``: bytes at which
         the search ends. ``ended``: returns whether it must end early."""
-        found = search_smallest_peak(
+        found = find_smallest_peak_in_stages(
             self.problem,
             effort,
             # Then it is the search of the budget ``min``, with the same peak.

@@ -32,9 +32,9 @@ class Auto(Strategy):
       all of them are run (``exact_dp`` finds all plans of ``approx_dp``). For larger problems they would take longer
       than the annealing; then only ``approx_dp`` is run, with fewer lower sets. As long as no plan fits, ``nested_dp``
       is run first, for peaks near the budget, and the annealer starts from the leanest plan. Then the search for the
-      smallest peak (`search_smallest_peak`), which the budget ``min`` uses too, may take half of the time; it ends with
-      the first plan that fits. For small problems it counts moves, so that it finds what ``min`` found even if the
-      machine is busy and the time limit is exceeded.
+      smallest peak (`find_smallest_peak_in_stages`), which the budget ``min`` uses too, may take half of the time; it
+      ends with the first plan that fits. For small problems it counts moves, so that it finds what ``min`` found even
+      if the machine is busy and the time limit is exceeded.
     - A minimum cut at the boundary of forward and backward makes another plan to start from.
     - The annealer improves the best of these plans.
     - At the same time, a thread searches for a lower bound of the overhead. The annealer also starts from the solutions

@@ -13,7 +13,7 @@ from rematplan.planner.auto.block_starts import leanest_plans
 from rematplan.planner.auto.compile_kernels import compile_kernels
 from rematplan.planner.auto.eviction import plan_by_eviction
 from rematplan.planner.auto.rungs import rungs_above
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, find_smallest_peak_in_stages
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.peak_ladder import ladder
@@ -68,7 +68,7 @@ def cheapest_near_smallest_peak(
     marked = infer_phases(graph)
     stated = graph if graph.has_phases else marked
     share = effort.like(SHARES.smallest_peak)
-    search = find_smallest_peak if moves else search_smallest_peak
+    search = find_smallest_peak if moves else find_smallest_peak_in_stages
     least = search(stated, share, starts, progress, rules=rules)
     effort.charge(moves=share.done)
     effort.interrupted = share.interrupted

@@ -81,12 +81,12 @@ PEAK_SEARCH = PeakSearchOptions()
 
 
 def is_small(graph: TrainingGraph) -> bool:
-    """Return whether `search_smallest_peak` counts moves for this problem, so that its result does not depend on the
-    speed of the machine."""
+    """Return whether `find_smallest_peak_in_stages` counts moves for this problem, so that its result does not depend
+    on the speed of the machine."""
     return len(graph.recipes) <= PEAK_SEARCH.small
 
 
-def search_smallest_peak(
+def find_smallest_peak_in_stages(
     graph: TrainingGraph,
     effort: Effort,
     starts: Sequence[Plan] = (),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rematplan.ir import InfeasibleBudget, TrainingGraph
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.planner.auto.block_starts import block_front
-from rematplan.planner.auto.smallest_peak_search import search_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak_in_stages
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.core.effort import Effort
@@ -45,7 +45,7 @@ class AutoStages:
         """Return the plan with the smallest peak that a search from the known plans ``starts`` finds. An exception that
         interrupts the search is raised again."""
         part = self._part(effort)
-        plan = search_smallest_peak(graph, part, starts)
+        plan = find_smallest_peak_in_stages(graph, part, starts)
         if part.interrupted is not None:
             raise part.interrupted
         return plan

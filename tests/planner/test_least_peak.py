@@ -26,7 +26,7 @@ from rematplan.planner.auto.eviction_simulation import Simulation, random_policy
 from rematplan.planner.auto.exhaustive import exhaustive
 from rematplan.planner.auto.min_budget_plan import MIN_BUDGET, cheapest_near_smallest_peak
 from rematplan.planner.auto.rungs import rungs_above
-from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, search_smallest_peak
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak, find_smallest_peak_in_stages
 from rematplan.planner.auto.time_shares import SHARES
 from rematplan.planner.bounds.cut_bounds import min_peak_bound
 from rematplan.planner.caches.plan_store import PlanStore
@@ -355,7 +355,7 @@ def smallest_found(auto: Auto, graph: TrainingGraph, budget: int) -> int:
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
 def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
     auto = Auto(moves=30_000, reuse=False)
-    least = search_smallest_peak(graph, Effort(moves=auto.moves).like(SHARES.smallest_peak))
+    least = find_smallest_peak_in_stages(graph, Effort(moves=auto.moves).like(SHARES.smallest_peak))
     assert auto.plan(graph, least.peak).peak <= least.peak
     assert smallest_found(auto, graph, least.peak * 99 // 100) <= least.peak
     assert smallest_found(auto, graph, min_peak_bound(graph).bytes - 1) <= least.peak
@@ -363,7 +363,7 @@ def test_the_bytes_that_min_found_get_a_plan(graph: TrainingGraph) -> None:
 
 @pytest.mark.parametrize("graph", several(), ids=lambda graph: graph.name)
 def test_a_longer_search_for_the_smallest_peak_finds_no_larger_one(graph: TrainingGraph) -> None:
-    peaks = [search_smallest_peak(graph, Effort(moves=n)).peak for n in (1, 50_000, 50_000)]
+    peaks = [find_smallest_peak_in_stages(graph, Effort(moves=n)).peak for n in (1, 50_000, 50_000)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[1] == peaks[2]
 
