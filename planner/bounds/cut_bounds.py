@@ -83,8 +83,8 @@ class CutBounds:
         # A bound for one budget holds for smaller ones.
         self.best = Bound(max([least, *known]))
         self.loops = dict.fromkeys(pairs(graph, self.order))
-        # The runs of the last integer solution, and of the last one solved to the end that proved the best
-        # bound; empty if there is none. Both may exceed the budget between cuts.
+        # The runs of the last integer solution, and of the last one of a program that was solved to the end; empty
+        # if there is none. Both may exceed the budget between cuts.
         self.rounded: Sequence[str] = ()
         self.nearest: Sequence[str] = ()
         self._stopped = False
@@ -140,7 +140,7 @@ class CutBounds:
         """Solve the integer program of the cuts or, unless ``integer``, its linear relaxation, and record the overhead
         that it proves. Return this overhead (infinite if no schedule fits, -infinite if nothing is proven), and whether
         more time would prove no more. An ``integer`` search replaces ``rounded`` (empty without a solution), extends
-        ``loops``, and sets ``nearest`` if it ended and the bound is reached."""
+        ``loops``, and sets ``nearest`` if it was solved to the end."""
         tiny = int(TINY * (self.budget - self.graph.input_bytes)) if len(self.graph.ops) > LARGE else 0
         program = CutProgram(self.graph, self.order, cuts, self.budget, tiny, self.loops)
         rows = program.rows
@@ -162,7 +162,7 @@ class CutBounds:
         loops = violated(program, answer.values) if self.graph.inverses else ()
         self.loops.update(dict.fromkeys(loops))
         self.rounded = rounded_runs(program, answer.values)
-        if answer.done and self.reached(proven):
+        if answer.done:
             self.nearest = self.rounded
         return proven, answer.done and not loops
 
