@@ -37,7 +37,8 @@ def with_fake_quantisation(nodes: Sequence[Node], source: Source) -> tuple[tuple
 
 
 def _joined(node: Node, writers: dict[str, Node], source: Source) -> Node | None:
-    """Return the FakeQuantize that replaces a node; None if the node is not the second of a pair."""
+    """Return the FakeQuantize that replaces a DequantizeLinear after a QuantizeLinear of the same grid, perhaps with a
+    Clip between them; None for any other node."""
     writer = writers.get(node.inputs[0]) if node.op == "DequantizeLinear" and not node.domain else None
     ends: tuple[int, int] | None = INT32
     # Torch's exporter may write a Clip of the integers between the two.

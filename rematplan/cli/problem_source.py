@@ -154,8 +154,9 @@ def costs_of(args: argparse.Namespace) -> str:
 def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
-    """Load the model that the argument MODEL names, and capture its training step. Options for costs are checked first,
-    since capturing takes long. ``weightless``, ``inverses``: as in `load_step`."""
+    """Load the model that the argument MODEL names, and capture its training step. Before that, since capturing takes
+    long, `UsageError` for an unknown model, device or kind of costs. ``weightless``, ``inverses``: as in
+    `load_step`."""
     check_reachable(args.model, args.device)
     check_costs(costs_of(args))  # before torch is loaded, which takes seconds
     from rematplan import api  # imported here, since problem files are planned without torch

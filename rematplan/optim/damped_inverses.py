@@ -35,8 +35,8 @@ class Dense:
 
 @dataclass(frozen=True)
 class Spectral:
-    """The damped inverse (F + λ I)⁻¹ of a Kronecker factor F of n rows, from r of its eigenvectors. It is exact if
-    r = n; otherwise all other directions share one eigenvalue."""
+    """The damped inverse (F + λ I)⁻¹ of a Kronecker factor F of n rows, from r of its eigenvectors. It is exact if r =
+    n; otherwise all other directions share the eigenvalue ``rest``."""
 
     basis: Tensor
     """The eigenvectors, (…, n, r)."""

@@ -182,8 +182,8 @@ class WholeOrParts(Runner):
             self.parts = self.parts.of(self.planner)
 
     def _plan_in_parts(self, original: Original, error: ModelError) -> None:
-        """Plan the model in parts, since the whole cannot be captured. If that is impossible, raise ``error``, or an
-        error of its type that also says why."""
+        """Set `parts`, since the whole cannot be captured, and drop the plans of the whole, if any. If parts are
+        impossible, raise ``error``, or an error of its type that also says why."""
         captured = bool(self.plans)
         no_parts = isinstance(error, NoGradients) or not modules_to_try(original.model)
         if no_parts or (captured and not isinstance(error, NotCaptured)):

@@ -53,6 +53,8 @@ class ValueGuardRecorder(TorchDispatchMode):
         batch: Sequence[torch.Tensor],
         assumed: tuple[bool, ...] = (),
     ) -> None:
+        """Note the present states of the random number generators, from which the forward begins. Nothing is recorded
+        before `begin`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
         self.finite = FiniteTests(assumed)
