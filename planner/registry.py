@@ -67,7 +67,8 @@ def checked(one: Strategy) -> Strategy:
 
 
 def _fit(name: str, option: str, value: object, kind: Any) -> object:
-    """Return an option's value, read from text if necessary; `UsageError` for another type, or a value out of range.
+    """Return an option's value, read from text if necessary. `UsageError` for another type or choice, a limit not above
+    0, a number that is not finite or, except for ``gap``, below 0, and a ``lane_speed`` other than 0 or 0.5 to 1.
     ``name``: of the strategy, for messages. ``kind``: the option's type."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)

@@ -44,9 +44,8 @@ def put(S: State, slot: int, source: int) -> None:
 
 @inner
 def make_room(P: Problem, S: State, node: int) -> int:
-    """Return an empty slot just before the run ``node``, with its live bytes in ``S.mem``; neighbours move if
-    there is none.
-    """
+    """Return an empty slot just before the run ``node``, with its live bytes in ``S.mem``. If there is none, neighbours
+    or ``node`` itself move; some slot must be empty."""
     right = S.links.slot[node]
     across = S.mem[right] - P.written[S.op[node]]  # bytes live both before and after the new slot
     if S.at[right - 1] < 0:

@@ -79,8 +79,8 @@ def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
 
 
 def _saved(chain: StageChain) -> _Saved:
-    """Return the forward ops whose results the backward of their block reads; ops that no output depends on are left
-    out."""
+    """Return the forward ops whose results, except outputs, the backward of their block reads, by falling cost per
+    byte. Ops that no output depends on, and results of 0 bytes, are left out."""
     ix = indexed(chain.graph)
     rows = []
     for o in sorted(_before_boundary(ix)):

@@ -101,8 +101,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _rivals(
     plain: Source, inverted: Source, budget: int, planner: Planner, inverses: bool | float, progress: Progress
 ) -> Iterator[PlannedRival]:
-    """Yield the plans that are compared: without inverses; if some inverse rounds, with them; last, if one uses two
-    lanes, that one. ``planner``: of the latter; ``inverses``: as in `PlanOptions`."""
+    """Yield store all, √n checkpointing, `auto` without inverses; if an inverse rounds, reversible, and `auto` with
+    ``inverses``; last, a plan of two lanes if one results. A strategy without a plan within the budget gives one for
+    ``least``. ``planner``: each searched plan has its options, except strategy and inverses."""
     base = plain.graph.base_cost
 
     def asking(strategy: Strategy, inverses: bool | float = False) -> Planner:

@@ -307,7 +307,8 @@ def document(trade_off: TradeOff) -> dict[str, Any]:
 
 
 def _measured(measured: Sequence[MeasuredPlan]) -> list[dict[str, Any]]:
-    """Return the JSON output of plans that were run: peak, median seconds, and least, median and largest overhead."""
+    """Return the JSON output of plans that were run: peak, median seconds, and least, median and largest overhead.
+    ``measured``: first the plan that overheads are relative to, last plain autograd."""
     return [
         _point(m.plan)
         | {"strategy": m.plan.strategy, "measured_peak": m.peak, "seconds": median(m.seconds)}

@@ -173,8 +173,8 @@ class SizedPlans:
         )
 
     def _pattern(self, sizes: SizeValues) -> SizePattern:
-        """Return a key of which size expressions have equal values: batches under the capture's guard with equal
-        keys have one structure."""
+        """Return a key: which size expressions are equal to each other, and which to which plain integer of the step.
+        Under the capture's guard, batches with equal keys have one structure."""
         found: list[int] = []
         for places, numbers in self._compared:
             first: dict[int, int] = {}

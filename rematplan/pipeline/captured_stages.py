@@ -107,7 +107,8 @@ def _problem(
     planner: Planner, step: CapturedStep, template: StagePlan, place: StagePlace, loss: LossMemory | None
 ) -> tuple[CapturedStep, StageProblem]:
     """Add inverses to a stage's step, and separate weight gradients if the place says so. Return the new step and its
-    planning problem. ``loss``: None for the memory that the options state or assume."""
+    planning problem, which also has what the place says about its messages. ``loss``: of the last stage, ignored in
+    others; None for the memory that the options state or assume."""
     step = planner.with_inverses(step)
     if place.split:
         step = with_separate_weights(step)

@@ -15,8 +15,9 @@ from rematplan.runtime.split.regions import SplitRegion, StepUse
 
 def split_floor(step: CapturedStep, graph: TrainingGraph, regions: Sequence[SplitRegion]) -> PeakBound:
     """Return a lower bound of the peak of every plan of ``step``, whichever ``regions``, all that can be split, are
-    split. ``graph``: the problem without splits. Only ops outside of the regions and the tensors of the end are
-    counted; an op reads and writes whole tensors."""
+    split. ``graph``: the problem without splits. Only needed ops outside of the regions and the tensors of the
+    end are counted. Of tensors made in regions only what is read counts; where memory may be reused, results or
+    workspace do not."""
     split = {name for region in regions for name in region.calls}
     in_parts = {storage for name in split for storage in step.writes(step.call[name])}
     # What only gradients of weights depend on may be computed in the memory of an operand.

@@ -72,9 +72,9 @@ def _without(step: CapturedStep, left_out: frozenset[str]) -> CapturedStep | Non
 
 
 class _Reduced:
-    """Computes `step`, a step without the tangents ``missing``, which count as zero, or None if its bits would change.
-    Calls that return only zeros are removed. A sum with a zero becomes its other summand; other readers of a zero get a
-    call that creates it."""
+    """Computes `step`, a step without the tangents ``missing``, which count as zero. It is None if an output would be a
+    zero, a draw would be removed, or layout or type of a sum or zero would differ. Calls that return only zeros are
+    removed. A sum with a zero becomes its other summand; other readers of a zero get a call that creates it."""
 
     def __init__(self, step: CapturedStep, missing: Set[str], left_out: frozenset[str]) -> None:
         self.whole = step

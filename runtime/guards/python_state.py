@@ -228,9 +228,9 @@ class PythonState:
         return (None if owner is None else self.places.get(owner)), name
 
     def _read(self, at: int, owner: Owner, name: str, value: Any) -> str:
-        """Return `FRESH` if a dictionary, list or deque from before the forward has none of its earlier values left
-        when it is read, else `READ`. Of a dictionary, the earlier keys must also be the first of the keys at the first
-        such read, which `keys` remembers. `READ` also for a dictionary that is empty, and a list that was empty."""
+        """Return `FRESH` if an attribute is still its earlier dictionary, list or deque, without any earlier value;
+        else `READ`, also for an empty dictionary, and a list or deque that was empty. A dictionary's earlier keys
+        must also come first among the keys of its first such read, which `keys` remembers."""
         was = self._content_of(value)
         if was is None or value is not self.namespaces[at].before.get(name, UNSET):
             return READ

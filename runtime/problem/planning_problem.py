@@ -64,7 +64,8 @@ def training_graph(step: CapturedStep, costs: Mapping[str, CallCost]) -> Trainin
 
 
 def _op(step: CapturedStep, call: Call, cost: CallCost) -> Op:
-    """Return the op of a call, with its cost and, of an inverse, how it passes errors on."""
+    """Return the op of a call, with its cost, and the gain and noise by which it passes errors on. A call that states
+    no noise gets its rounding (`_grain`)."""
     return Op(
         name=call.name,
         reads=step.reads(call),

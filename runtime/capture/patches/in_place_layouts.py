@@ -96,8 +96,8 @@ class InPlaceLayouts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an op, and give what it writes in place the strides of eager mode. `ModelError` if that is a constant, or
-        windows (``unfold``) of a tensor."""
+        """Run an op with eager mode's strides for what it writes in place, and mark its node as `WRITTEN`. Draws that
+        would lose strides are replaced. `ModelError` if a constant is written, or windows (``unfold``)."""
         del types
         written = args[0] if args and _writes_first(func) else None
         if _is_constant(written):
