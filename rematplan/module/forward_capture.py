@@ -68,7 +68,7 @@ class Tracing:
     assumed: tuple[bool, ...] = ()
     """The outcomes of the forward's first tests for infinite and NaN values, as far as they are known."""
     packed: bool = False
-    """Whether RNNs may be called with packed sequences."""
+    """Whether the forward may call RNNs with packed sequences. If not, a trace of it raises `CapturedAnew`."""
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Tracing:

@@ -314,7 +314,8 @@ class Runner:
 
     @property
     def may_pack(self) -> bool:
-        """Whether calls of RNNs with packed sequences are captured: if no call needs a second capture."""
+        """Whether a forward that calls RNNs with packed sequences is captured: if ``dynamic_shapes`` is False, so that
+        there is one capture."""
         return not self.asked.dynamic
 
     def _state(self, original: Original) -> guards.ModuleState:

@@ -172,7 +172,7 @@ class WholeOrParts(Runner):
 
     @property
     def may_pack(self) -> bool:
-        """Whether calls of RNNs with packed sequences are captured, rather than left out of parts."""
+        """Whether a forward that calls RNNs with packed sequences is captured, instead of planned in parts."""
         return super().may_pack or self.stays_whole
 
     def _begin_training(self, call: Tracing) -> None:
@@ -214,8 +214,8 @@ class WholeOrParts(Runner):
     def _try_parts(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], error: CapturedAnew
     ) -> None:
-        """Plan the model in parts, which are captured once. Plan it whole as before if no part can be planned, or parts
-        need more than the largest budget so far. Warn of the outcome."""
+        """Plan the model in parts, which are captured once. It stays whole if no part can be planned, or parts need
+        more than the largest budget so far (their budget if there was no plan). Warn of the outcome."""
         known, needed, text = (self.plans, self.captures), 0, ""
         most = max((one.plan.budget or one.plan.peak for one in self.plans.plain()), default=0)
         try:
