@@ -42,6 +42,11 @@ RECOVERING = ("dataflow",)
 """Names of schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
 """The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
+CHANGED = 12
+"""The largest number of changes of the cuts for a smaller largest peak."""
+SECONDS_A_CHANGE = 2.0
+"""A search of fewer seconds tries only one such change per this many: the smallest peaks are searched for in steps
+and not in seconds."""
 REPLAYED = 400_000
 """The largest number of actions that one choice of cuts simulates to improve its candidates. That takes about 2
 seconds."""
@@ -155,7 +160,8 @@ class PipelineSearch:
             return [self._smallest(rank, self._intervals(cuts, rank)) for rank in range(self.schedule.ranks)]
 
         in_flight = stages_in_flight(self.schedule)
-        return lean_cuts(self.chain, self.schedule, estimate, peaks)
+        changes = int(min(CHANGED, self.seconds / SECONDS_A_CHANGE))
+        return lean_cuts(self.chain, self.schedule, estimate, peaks, changes)
 
     def _smallest(self, rank: int, intervals: Intervals) -> int:
         if (rank, intervals) not in self._peaks:

@@ -12,28 +12,27 @@ from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.stage_partition import Cuts, StageTime, partitions, shifted
 
-CHANGES = 12
-"""The largest number of cuts whose peaks are searched for, beyond the first."""
-
 
 def lean_cuts(
     chain: StageChain,
     schedule: PipelineSchedule,
     estimate: StageTime,
     peaks: Callable[[Cuts], Sequence[int]],
+    changes: int,
 ) -> Cuts:
     """Return cuts with a small largest peak of a rank: those with the least largest ``estimate`` (a stage's bytes),
     changed while the largest of ``peaks`` (each rank's bytes) falls. A change moves the beginning of one stage by one
-    allowed block; at most `CHANGES` are tried. `UsageError` if the chain has too few places for cuts."""
+    allowed block; at most ``changes`` are tried. `UsageError` if the chain has too few places for cuts."""
     best = partitions(chain, schedule.stages, estimate)[0].cuts
+    if not changes:
+        return best
     own = peaks(best)
-    left = CHANGES
     while True:
         largest = schedule.stage_of_rank[own.index(max(own))]
         ends = {best[end] for stage in largest for end in (stage - 1, stage) if 0 <= end < len(best)}
         near = [cuts for cuts in shifted(chain, best) if not ends <= set(cuts)]
-        found = {cuts: peaks(cuts) for cuts in near[:left]}
-        left -= len(found)
+        found = {cuts: peaks(cuts) for cuts in near[:changes]}
+        changes -= len(found)
         lower = min(found, key=lambda cuts: max(found[cuts]), default=best)
         if not found or max(found[lower]) >= max(own):
             return best

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from test_stage_slices import one_op_a_block, tied
 
 from rematplan.ir import UsageError
+from rematplan.pipeline.schedules import schedule_named
+from rematplan.planner.pipeline.lean_cuts import lean_cuts
 from rematplan.planner.pipeline.stage_chain import StageChain, stage_chain
 from rematplan.planner.pipeline.stage_partition import StagePartition, changed, descent, partitions, shifted
 from rematplan.planner.pipeline.timeline import Link
@@ -131,3 +133,18 @@ def test_a_descent_tries_no_more_cuts_than_it_may() -> None:
 
     assert sum(descent(chain, (1, 4), cost, 20)) > 5
     assert len(tried) <= 21
+
+
+@pytest.mark.parametrize("changes", [0, 1, 3])
+def test_lean_cuts_are_searched_for_with_no_more_changes_than_allowed(changes: int) -> None:
+    graph, tried = problems.chain(8), list[tuple[int, ...]]()
+    chain = stage_chain(graph, one_op_a_block(graph))
+
+    def peaks(cuts: tuple[int, ...]) -> list[int]:
+        tried.append(cuts)
+        return [100 - cuts[0], 0, 0]
+
+    schedule = schedule_named("1f1b", 3, 6)
+    cuts = lean_cuts(chain, schedule, lambda start, end, _: float(end - start), peaks, changes)
+    assert len(tried) == (changes + 1 if changes else 0)
+    assert not changes or cuts == max(tried)
