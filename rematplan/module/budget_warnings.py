@@ -1,5 +1,5 @@
-"""The warnings of a planned module that a user's loop keeps in memory what a plan would free, beyond the budget, and
-that it sums gradients otherwise."""
+"""Warnings that a training loop keeps in memory what a module's plan would free, or sums gradients in another precision
+than eager mode."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BudgetWarnings:
     """The reasons for which a warning was given. Each gets one."""
 
     def pending(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn that a call begins while earlier calls, which hold ``held`` bytes, wait for their backward: under
-        autocast with its cache, and if ``held`` and the plan's peak exceed its budget. ``of_part``: whether the budget
-        is for other modules, too, and not compared."""
+        """Warn, once each, of a call before earlier backwards: if autocast caches weights, and if ``held``
+        plus the plan's peak exceeds its budget. ``held``: the bytes of the earlier calls. ``of_part``: whether the
+        budget is for other modules, too, so that it is not compared."""
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, AUTOCAST)):
             self._tell(
                 "cast",
@@ -42,7 +42,7 @@ class BudgetWarnings:
         )
 
     def retained(self, plan: Plan, held: int, *, of_part: bool) -> None:
-        """Warn that a backward retains the ``held`` bytes of its forward: if these and the plan's peak exceed its
+        """Warn once that a backward retains the ``held`` bytes of its forward: if these plus the plan's peak exceed its
         budget, or always with ``of_part``. ``of_part``: whether the budget is for other modules, too."""
         needed, most = plan.peak + held, plan.budget
         if not of_part and (most is None or needed <= most):

@@ -50,8 +50,8 @@ class BypassWarnings:
     """The hooks that wait for a backward before the first planned call."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add hooks to the trained parameters that warn once if a backward gives one a gradient before any planned
-        module is called from now on. That backward or `end_watch` removes them."""
+        """Add hooks to the trained parameters, which warn once if a backward gives one a gradient before any planned
+        module is called. The end of that backward, a planned call of this module or `end_watch` removes them."""
         before, told = _planned_calls, False
 
         def tell(_: torch.Tensor) -> None:
@@ -86,8 +86,8 @@ class BypassWarnings:
 
     def run_and_warn(self, planned: nn.Module, what: str, call: Callable[[], Any]) -> Any:
         """Return the result of ``call``, and warn, once for each ``what``, if its backward would give the module's
-        parameters gradients without a planned forward. A warning also ends the watch. Without gradients, or in a mode,
-        nothing is checked."""
+        parameters gradients without a planned forward. A warning also ends the watch. While gradients are disabled, or
+        a dispatch mode (such as a tracer's) is active, nothing is checked."""
         if not torch.is_grad_enabled() or any_mode():
             return call()
         before = _FOUND.calls

@@ -98,8 +98,8 @@ class CacheEntry:
         return {in_model(target): target for target in found}
 
     def fitting(self, gradients: int, names: Set[str]) -> CacheEntry | None:
-        """Return the entry for the same call whose plan fits the budget while gradients of earlier steps exist; None
-        if no such entry is known."""
+        """Return an entry for the same call whose plan is known to fit with ``gradients`` bytes of earlier gradients of
+        ``names``; None without one."""
         known = self.with_gradients.items()
         return next((w for (others, most), w in known if gradients <= most and names <= others), None)
 

@@ -38,7 +38,8 @@ MANY = 8
 """The number of captures of one module at which a warning is issued, and of steps for known sizes (`Captures.repeated`)
 after which it is planned in parts, if that is possible."""
 MANY_SIZES = 4 * MANY
-"""The number of shapes, each with a capture of its own, after which a module is no part of another one any longer."""
+"""The number of shapes, each with a separate capture, after which a part runs without a plan, if other parts can be
+planned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +226,7 @@ class Captures:
 def capture_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = ""
 ) -> tuple[ReadyCapture, CapturedStep]:
-    """Return a model's capture, with which its planned module can begin, and the step before planning."""
+    """Return a model's capture for a call, with which its planned module can begin, and the step before planning."""
     with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
         tracing = Tracing.of(model, args, kwargs, name)
         found = Captures(tracing.name, most=1).captured(tracing)

@@ -44,9 +44,9 @@ def check_state_returns(
     kwargs: dict[str, Any],
     again: Callable[[], object],
 ) -> None:
-    """Refuse a forward that computes with state it changes, unless the state repeats within `MOST_STATES` calls in
-    eager mode: by `MovingTensors` if it only replaces tensors, else by `ModelError`. State that is set once, like a
-    table, passes if ``again`` can trace a second call. All state is restored."""
+    """Refuse a forward that computes with state it changes, unless the state repeats, or a call fails, within
+    `MOST_STATES` calls in eager mode. Raise `MovingTensors` if the forward only replaces tensors, else `ModelError`.
+    State that is set once, like a table, passes if ``again`` can trace a second call. All state is restored."""
     place_of = partial(_place_of, state, [part for part, _ in model.named_modules()])
     read = sorted(one for one in state.moving if place_of(*one) not in kwargs.get(STATE, ()))
 

@@ -26,10 +26,10 @@ def existing_gradients(
     inputs: Sequence[torch.Tensor],
     summed: Collection[int],
 ) -> ExistingGradients | None:
-    """Return the gradients of earlier steps that exist now. None if the parameter ``first`` and all ``inputs`` have
-    none, and no bytes of statistics are ``summed``."""
+    """Return the gradients of earlier steps that exist now. None if the parameter ``first``, which decides for all
+    parameters, and all ``inputs`` have none, and ``summed`` (bytes of statistics) is empty."""
     of_inputs = [g for t in inputs if (g := gradient_storage(t)) is not None]
-    # To be fast, one parameter decides for all.
+    # Looking at one parameter is fast.
     if gradient_storage(first) is None and not of_inputs and not summed:
         return None
     gradients = {name: g for name, t in named.items() if (g := gradient_storage(t)) is not None}

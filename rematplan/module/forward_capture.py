@@ -142,8 +142,8 @@ class Tracing:
             empty_traced_caches()
 
     def _fixed(self) -> Found:
-        """Trace the forward and the backward once, and check that state which the forward changes returns. Warn of
-        attributes that a planned forward does not set."""
+        """Trace the forward and the backward once, and check that state which the forward changes repeats
+        (`check_state_returns`). Warn of attributes that a planned forward does not set."""
         with self._recording() as record:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
             with _own_errors(self.model, self.original.forward, args, kwargs):

@@ -14,8 +14,8 @@ COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
 
 
 def warn_of_hooks(model: nn.Module, name: str) -> None:
-    """Warn if submodules of the model called ``name`` have hooks with possible side effects. Hooks that modules in
-    `COMPUTING` define have none."""
+    """Warn if submodules of the model called ``name`` have hooks with possible side effects. Hooks that are defined in
+    Python modules of `COMPUTING` are taken to have none."""
     names = [
         inner
         for inner, m in model.named_modules()

@@ -21,8 +21,8 @@ TRACED = "FunctionalTensor"
 def own_error(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """Return the exception that a forward raises in eager mode; None if it raises none, or only an error of
-    TorchDynamo. The forward runs on copies; the model and all random states are restored."""
+    """Return the exception that a forward raises in eager mode; None if it raises none, or one that a tracer causes.
+    The forward runs on copies; the model and all random states are restored."""
     (error,) = eager_forwards(model, forward, args, kwargs, 1)
     # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
     return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error

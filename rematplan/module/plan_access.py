@@ -261,7 +261,8 @@ def deferred_backwards(planned: nn.Module) -> Deferred:
 
 
 def watch_backwards(planned: nn.Module) -> None:
-    """Warn if a backward gives gradients to a planned module's parameters before any planned module was called."""
+    """Watch backwards from now on: warn once if one gives gradients to a planned module's parameters before any planned
+    module is called."""
     runner_of(planned).bypasses.watch(planned.parameters())
 
 
@@ -283,7 +284,7 @@ def _last(planned: HasRunner) -> CacheEntry:
 def capture_of(
     planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ReadyCapture, CapturedStep]:
-    """Return the capture of a planned module for these arguments, which another of the same model can begin with,
+    """Return a planned module's capture for these arguments, with which another planned module of its model can begin,
     and the step before planning."""
     found = Planning(planned)._planned
     return found._rematplan.captured(found._rematplan_original(), args, kwargs)

@@ -52,7 +52,8 @@ from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.recorder import Recorder
 
 YOUNG = 1
-"""The oldest generation of Python's garbage collector with objects of the last call; a full collection takes long."""
+"""The oldest generation of objects that Python's garbage collector searches after a capture; a search of all takes
+long."""
 
 
 class Runner:
@@ -239,8 +240,8 @@ class Runner:
                     entry.swap_plan()
 
     def _is_new_step(self, entry: CacheEntry, state: guards.ModuleState) -> bool:
-        """Return whether gradients are None, or the optimizer has stepped since the last call: a parameter has another
-        version than `version`, which is replaced."""
+        """Return whether a training step begins: the first trained parameter has no gradient, or its version is not
+        `version`, which is replaced."""
         name, before = next(iter(entry.targets), ""), self.version
         trained = state.named.get(name)
         self.version = name, None if trained is None else trained._version
@@ -371,8 +372,8 @@ class Runner:
         return self.captures.with_gradients(entry, self.planner, held, targets)
 
     def _with_tangents(self, entry: CacheEntry, arrived: frozenset[str] = frozenset()) -> CacheEntry:
-        """Return an entry whose backward also takes the gradients of the outputs ``arrived``, planned if needed.
-        Later calls use it."""
+        """Return an entry whose backward also takes the gradients of the outputs ``arrived``, planned if needed. Later
+        calls use it, and a warning names the outputs that are new."""
         if entry.statistics and self.recorder:
             plain = replace(entry, statistics=None, measured=None)
             return self._measured(self._with_tangents(plain, arrived), self.recorder)

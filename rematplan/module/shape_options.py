@@ -68,8 +68,8 @@ class ShapeOptions:
     def of(
         cls, stated: DynamicShapes, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ShapeOptions:
-        """Return the options stated in the form of `torch.export`, with a first call's arguments; `UsageError` if
-        malformed."""
+        """Return the options that ``stated`` (``dynamic_shapes``) describes; ``args`` and ``kwargs`` are a first call's
+        arguments. `UsageError` if it is malformed."""
         if stated is None or isinstance(stated, bool):
             return cls(dynamic=stated is not False)
         if not isinstance(stated, (Mapping, tuple, list)):
@@ -142,7 +142,7 @@ class ShapeOptions:
         return tuple(dict.fromkeys(size.axis for dims in self.ranges.values() for size in dims.values()))
 
     def usual(self, axis: Axis) -> range:
-        """Return the numbers of an axis from the first one on whose sizes are all at least `SMALLEST`."""
+        """Return the numbers of an axis for which all sizes on it are at least `SMALLEST`."""
         sizes = [size for dims in self.ranges.values() for size in dims.values() if size.axis == axis]
         below = (all(size.of(n) >= SMALLEST for size in sizes) for n in axis.numbers)
         return axis.numbers[next((at for at, enough in enumerate(below) if enough), len(axis.numbers)) :]

@@ -109,7 +109,7 @@ def prove_step(
     planner: Planner, dimension: str, sizes: Sequence[int], step_at: Callable[[int], CapturedStep]
 ) -> RangePlan:
     """Return each size's best known plan and whether it fits; a time-limited `Auto` searches for more if some do not. A
-    new percentage is of the largest size; `UsageError` for ``min`` or ``least``."""
+    percentage that is not fixed yet is of the largest size's peak; `UsageError` for ``min`` or ``least``."""
 
     def capture(size: int) -> TrainingGraph:
         return planner.problem(planner.with_inverses(step_at(size)))

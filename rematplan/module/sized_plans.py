@@ -148,8 +148,8 @@ class SizedPlans:
         return compile_
 
     def _check_layouts(self, sizes: SizeValues) -> None:
-        """Raise `NotSymbolic` if an op returns other strides at these sizes than stated. Only calls that may, with
-        arguments that are not contiguous, are run."""
+        """Raise `NotSymbolic` if an op returns other strides at these sizes than stated. Only calls that may do so,
+        since an argument is not contiguous, are run."""
         doubtful = [
             call
             for call, operands in self._unsure

@@ -52,8 +52,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Instance:
-    """A capture with symbolic sizes with the sizes of one batch, from which a captured step with integer sizes can
-    be made."""
+    """A capture with symbolic sizes, and the sizes of one batch, from which a captured step with integer sizes can be
+    made."""
 
     forward: OpenForward
     """The capture."""
@@ -65,7 +65,8 @@ class Instance:
 
     @property
     def counts_around(self) -> tuple[tuple[int, ...], ...]:
-        """Half and three halves of the numbers of selected elements; empty if the forward takes none as sizes."""
+        """Half and three halves of the numbers of elements that the forward selects by their values, as by a mask;
+        empty if it selects none."""
         several = len(self.forward.guard.decided.counts)
         counts = [len(carrier) for carrier in self.batch[len(self.batch) - several :]]
         return (tuple(n // 2 for n in counts), tuple(n + n // 2 for n in counts)) if counts else ()

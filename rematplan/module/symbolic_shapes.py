@@ -50,8 +50,8 @@ class OpenShapes:
     met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
     """The last shapes of calls, as keys."""
     misses: int = 0
-    """How many latest captures in succession served no known shape but their own, although one had sizes of 0 and 1
-    alike."""
+    """How many latest captures in succession served no known shape but their own, although another one has sizes 0 and
+    1 at the same places."""
     reason: str = ""
     """Why no more captures with symbolic sizes are made; empty if they are."""
     limited: str = ""

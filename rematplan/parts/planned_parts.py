@@ -47,7 +47,7 @@ from rematplan.runtime.graph.warn import warn
 ANEW = "it had another graph in many calls, each with a capture"
 """Why a module is no part any longer."""
 SMALL = 1 / 64
-"""The share of the bytes of all arguments below which the sizes of one are not compared."""
+"""An argument of at most this share of all arguments' bytes may be larger in a call than in its rehearsal."""
 
 
 class Division:
@@ -92,17 +92,18 @@ class PlannedParts:
         self._stay: set[str] = set()
         """The names of parts that stay parts although each call may need another capture of them."""
         self._known: dict[Hashable, list[tuple[list[tuple[int, ...]] | None, Rehearsed]]] = {}
-        """The rehearsals by the structure of the arguments and the model's state, with the sizes of the arguments; None
-        if another rehearsal is needed, since a module has run that did not run in this one."""
+        """The rehearsals by the structure of the arguments and the model's state, each with the arguments' sizes. None
+        in place of sizes: another rehearsal is needed, since a module ran that had not run in it."""
         self._told: set[str] = set()
         """The names of the modules that have run more often than in a rehearsal. A warning tells of each once."""
         self._divisions: dict[tuple[Rehearsed, bool, bool], Division] = {}
         """By the rehearsal, whether gradients of earlier steps exist, and whether FSDP2 does not shard gradients."""
         self.last: Division | None = None
-        """Of the latest call."""
+        """The division of the latest call; None before the first."""
 
     def of(self, planner: Planner) -> PlannedParts:
-        """Return what runs the same parts, for another budget, without rehearsals and plans."""
+        """Return an object that runs the same parts as another planner plans them; it begins without rehearsals and
+        plans."""
         return PlannedParts(planner, self.find, self.error)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,8 +153,8 @@ class PlannedParts:
         return original.plain(args, kwargs)
 
     def _new(self, rehearsed: Rehearsed) -> list[str]:
-        """Return the names of those modules that may be planned, have not run in a rehearsal, and of which no warning
-        told."""
+        """Return the names of modules in `parts` that no warning named, and that the rehearsal neither ran nor refused.
+        Those inside or around a part are left out."""
         called = {name for name, _ in rehearsed.calls}
         known = {*called, *rehearsed.refused, *self._told}
         return [name for name in self.parts if name not in known and not inside(name, called)]

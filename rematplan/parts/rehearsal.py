@@ -43,7 +43,7 @@ MIXED = (
 SLICE = "it returns a slice, of which a plan would return a dense copy, and ops may round otherwise there"
 TWICE = "its backward is differentiated again"
 UNKNOWN = 2
-"""By how much the bytes of a rest count whose backward cannot be rehearsed."""
+"""The factor by which the rest's bytes are multiplied if its backward cannot be rehearsed."""
 
 
 class Rehearsal:

@@ -28,7 +28,7 @@ class EqualParts:
     """Parts that one capture serves: modules of one class with equal settings that are called with equal shapes."""
 
     function: Any
-    """The function of their class, or that was set in its place, which is their forward."""
+    """Their forward: a function of their class, or one that was set in its place."""
     state: Hashable
     """The key of their state."""
     capture: ReadyCapture
@@ -36,7 +36,7 @@ class EqualParts:
     names: list[str] = field(default_factory=list)
     """The names of the modules, one for each call."""
     held: int = 0
-    """The bytes of the inputs and outputs of one call."""
+    """The bytes of the inputs and outputs of one call, the largest so far."""
 
     @property
     def reused(self) -> frozenset[int]:

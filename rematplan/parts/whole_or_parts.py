@@ -87,7 +87,7 @@ class WholeOrParts(Runner):
 
     @property
     def runners(self) -> Sequence[Runner]:
-        """The runners that have the plans."""
+        """The runners that have the plans: those of the parts once the budget is divided among them, else this one."""
         planned = self.parts and self.parts.last
         return [*planned.runners.values()] if planned else (self,)
 
@@ -288,7 +288,7 @@ class WholeOrParts(Runner):
         return PlannedParts(self.planner, find, error)
 
     def _prepare_parts(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Make the plans for a call. Return whether they are the first, of which one line tells."""
+        """Make the plans for a call of the parts. Return whether they are the first, for which one line is printed."""
         parts = self.parts = self.parts or self._parts()
         is_first = parts.last is None
         plan = parts.prepare(original, args, kwargs)
