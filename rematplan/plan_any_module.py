@@ -309,8 +309,8 @@ class ModuleOptions:
         modules: tuple[str, ...] | None = None,
         named: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> WholeOrParts:
-        """Return what executes the model's calls. ``modules``: the names of the parts, if stated; ``named``: the
-        model's parameters and buffers, as far as they are known."""
+        """Return the object that executes the model's calls. ``modules``: the names of the parts, if stated; ``named``:
+        the model's parameters and buffers, as far as they are known."""
         planner = Planner(self.options, named=named)
         return WholeOrParts(type(model).__name__, planner, self.shapes, self.statistics, modules)
 
@@ -355,7 +355,8 @@ def asked_of(
 def make_first_plans(
     planned: nn.Module, asked: ModuleOptions, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Make the plans for a first call and for the user's ranges of sizes, and check the first plan."""
+    """Make the plans for a first call, and prove the user's ranges of sizes. With a PyTorch that is not tested, also
+    compare the first step with eager mode."""
     for positional, named in asked.shapes.first_calls(model, args, kwargs):
         Planning(planned).prepare(*positional, **named)
     runner = runner_of(planned)

@@ -42,7 +42,7 @@ class LoadedModel:
     batch: tuple[torch.Tensor, ...]
     """The model's inputs and the targets."""
     name: str
-    """Of the network or the file."""
+    """The name of the network or the file."""
     notes: tuple[str, ...]
     """What the loader changed or noticed, as sentences for the user."""
     mode: AbstractContextManager[object]

@@ -41,12 +41,12 @@ class Audit:
     recomputed: int
     """The number of ops that ran again in the backward."""
     plain: Measured
-    """Without checkpointing."""
+    """Peak and time without checkpointing."""
     own: Measured | None
-    """With the model's own checkpointing; None if it raises an error."""
+    """Peak and time with the model's own checkpointing; None if it raises an error."""
     planned: Measured | None
-    """With a plan whose budget is the peak of the model's own checkpointing, or that of the smallest peak that was
-    found; None if none was made."""
+    """Peak and time with a plan within the peak of ``own`` or, if none fits, of the smallest peak found; None if none
+    was made."""
 
     @property
     def sound(self) -> bool:

@@ -42,7 +42,7 @@ from rematplan.runtime.capture.patches.autograd_functions import Kind
 ROUNDING = 1e-6
 """A relative difference that is larger than this in float64 is no rounding error."""
 NOISE = 10.0
-"""How much larger than the difference of two plain runs a difference must be."""
+"""A difference counts if it is larger than that of two plain runs by this factor."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def unwrapped(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any],
 
 @contextmanager
 def compiled_anew(without_budget: bool = False) -> Iterator[None]:
-    """Compile anew inside of the block, since compiled code does not follow settings, and after it. ``without_budget``:
+    """Drop compiled code when the block begins and ends: it would not follow changed settings. ``without_budget``:
     whether ``activation_memory_budget`` is 1 meanwhile."""
     with ExitStack() as stack:
         if without_budget:

@@ -30,7 +30,7 @@ from rematplan.runtime.guards.attributes import is_record
 
 FIRINGS = "firings gradient hook"
 FLAG_WORDS = ("full", "selective", "block", "uniform", "all")
-"""Texts that such an attribute may have instead of True."""
+"""Texts that an attribute with a name like `FLAG` may have instead of True."""
 FLAG = re.compile(
     r"_*(?:(?:is|use|with|do|enable)_)?(?:grad(?:ient)?_|act(?:ivation)?_)?"
     r"(?:checkpoint(?:ing)?|ckpt|cp|remat|recompute)(?:_enabled)?",
@@ -48,7 +48,7 @@ class Fault:
     module: str
     """The module in which it begins; empty if it is unknown or the model itself."""
     op: str
-    """The first op whose recomputation differs; empty if it is none of an op."""
+    """The first op whose recomputation differs; empty if no op explains the fault."""
     error: float
     """The largest relative difference of a result; infinite if it is no number."""
     op_error: float

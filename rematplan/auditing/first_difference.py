@@ -16,7 +16,7 @@ from rematplan.auditing.recomputations import OpRun, Region, Value
 ROUNDING = 1e-3
 """The largest relative difference of an op's result that may be a rounding error, if nothing more is known."""
 GROWTH = 1e4
-"""How much larger than a rounding error of an op the errors are that it explains."""
+"""A rounding error of an op explains errors of results that are at most this many times larger."""
 INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 

@@ -50,7 +50,7 @@ class OpRun:
     values: tuple[Value, ...] = ()
     """The results; empty if the op failed."""
     sample: torch.Tensor | None = None
-    """Some elements of the first result."""
+    """Some elements of the first result; None if that has no data."""
 
 
 @dataclass

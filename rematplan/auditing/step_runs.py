@@ -25,7 +25,7 @@ STEPS = 2
 """The steps of a run; their gradients accumulate."""
 GOLDEN_ANGLE = 2.399963229728653
 SUMS = 100
-"""The largest relative rounding error without a run in float64, as a multiple of the type's."""
+"""The largest relative rounding error without a run in float64, as a multiple of the type's epsilon."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rematplan.planner.registry import LIMIT, STRATEGIES, strategy
 MOST_SIZES = 4096
 """The largest number of sizes of a range such as ``batch=1..64``."""
 DEFAULT = "default"
-"""The value of an option that may have one, if it has none."""
+"""The value of an option such as ``--inverses`` if the user states none with it."""
 LARGEST = 2**31 - 1
 """The largest size or count that an option accepts."""
 DTYPES = ("fp32", "bf16", "bf16-mixed")

@@ -82,7 +82,8 @@ class TradeOff:
     notes: tuple[str, ...]
     """Sentences for the user."""
     measured: tuple[MeasuredPlan, ...] = ()
-    """Of the plan without recomputation, then of other plans, last of plain autograd; empty without ``--measure``."""
+    """Measurements of the plan without recomputation, then of other plans, last of plain autograd; empty without
+    ``--measure``."""
     floors: tuple[tuple[int, float], ...] = ()
     """Pairs of a budget in bytes and the proven lower bound of the overhead within it; empty without ``--png``."""
 

@@ -37,7 +37,7 @@ class Case:
     """A network of the demo and the budget for its training step."""
 
     name: str
-    """In the zoo."""
+    """The network's name in the zoo."""
     batch: int
     """Samples."""
     image: int

@@ -155,8 +155,8 @@ def load_model(
     args: argparse.Namespace, out: Output, *, weightless: bool = False, inverses: bool = False
 ) -> LoadedStep:
     """Load the model that the argument MODEL names, and capture its training step. Before that, since capturing takes
-    long, `UsageError` for an unknown model, device or kind of costs. ``weightless``, ``inverses``: as in
-    `load_step`."""
+    long, `UsageError` for an unknown model, device or kind of costs. ``weightless``: without data. ``inverses``: with
+    all inverses, instead of exact ones only."""
     check_reachable(args.model, args.device)
     check_costs(costs_of(args))  # before torch is loaded, which takes seconds
     from rematplan import api  # imported here, since problem files are planned without torch

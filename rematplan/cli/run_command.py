@@ -62,7 +62,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status, as at `rematplan.cli.main`. Expected errors are printed as one line."""
+    """Run a command and return its exit status. Expected errors are printed as one line; after Ctrl-C,
+    KeyboardInterrupt is raised."""
     # Names in files may contain characters that the terminal cannot show.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

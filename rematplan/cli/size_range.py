@@ -27,8 +27,8 @@ from rematplan.plans.two_lane_plans import OFF
 from rematplan.report.tables import range_table
 
 BUDGETS = ("80%", "60%", "40%")
-"""The budgets of ``rematplan curve`` for a range of sizes if none is stated; see `_bytes` for what a percentage refers
-to."""
+"""The budgets of ``rematplan curve`` for a range of sizes if none is stated. A percentage is of the largest peak
+without recomputation among the captured sizes."""
 COLUMNS = ("budget_bytes", "size", "fits", "predicted_peak_bytes", "overhead_percent", "captured")
 
 

@@ -40,10 +40,11 @@ class Fit:
     split: dict[str, dict[str, int]]
     """The bytes at the peak, by kind, ``without`` recomputation and ``planned``. They sum to the peak."""
     peak_at: dict[str, str]
-    """The op at that peak."""
+    """By the same two names, the op at the peak; ``the end`` if the peak is not at an op."""
     margin: dict[str, int]
     """The margin's parts by where they come from, ``without`` recomputation."""
     largest: LargestSizes | None
+    """None if it was not asked for, or if the model failed at another size."""
     notes: tuple[str, ...]
 
     @property
@@ -53,7 +54,8 @@ class Fit:
 
     @property
     def spare(self) -> int:
-        """The bytes that are left; negative if the step does not fit."""
+        """The bytes that are left without recomputation, or with the plan if they are negative without. Negative in
+        both cases: the memory is too small."""
         without = self.memory - self.here.without
         return without if without >= 0 else self.memory - self.here.planned
 

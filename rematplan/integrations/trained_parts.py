@@ -32,8 +32,9 @@ def part_of(model: nn.Module, module: str | None) -> nn.Module:
 
 
 class TrainerBudget:
-    """What the callbacks of all trainers have in common: the options of a plan, and a warning if the first training
-    step does not call the planned part. ``budget``, ``module``, ``options``: as in the callbacks."""
+    """What all trainers' callbacks have in common: the options of a plan, and a warning if the first training step does
+    not call the planned part. ``budget``, ``options``: those of `rematplan.apply`. ``module``: the name of the planned
+    part; None: each callback has a default."""
 
     def __init__(self, budget: str | int | None = None, *, module: str | None = None, **options: Any) -> None:
         of_no_model = {key: value for key, value in options.items() if key not in OF_THE_MODEL}

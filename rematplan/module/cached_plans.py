@@ -75,7 +75,7 @@ class CacheEntry:
     statistics: StatisticsStep | None = None
     """The step with Kronecker-factored statistics; None if this entry's step computes none."""
     measured: CacheEntry | None = None
-    """The entry for the same forward whose step also computes statistics, once it is planned."""
+    """The entry for the same forward whose step also computes statistics; None until it is planned."""
     with_gradients: dict[tuple[frozenset[str], int], CacheEntry] = field(default_factory=dict)
     """Entries for steps during which gradients of earlier steps exist. A key is a pair: the names of the parameters
     that may have such gradients, and the largest number of bytes of such gradients with which the entry's plan fits the

@@ -252,8 +252,8 @@ def _learn(
 
 
 def _learn_around(plans: SizedPlans, instance: Instance, planner: Planner, arrived: frozenset[str]) -> None:
-    """Remember also the problems for half and three halves of the selected elements, and plan each, if a short search
-    can: each call has other numbers, and plans are used between known sizes."""
+    """Remember also the problems for half and three halves of the numbers of elements selected by values, since plans
+    are used between known sizes. Plan each, if a short search can."""
     for counts in instance.counts_around:
         with suppress(NotSymbolic, ModelError):
             other = instance.forward.found(None, instance.batch[: -len(counts)], counts)

@@ -47,7 +47,7 @@ class Original:
     """Its own forward."""
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward without a plan, while nothing is captured."""
+        """Call the forward without a plan; if another thread captures a model, wait for that."""
         with LOCK.shared():
             return self.forward(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Use plans that were found for some sizes of the batch at other sizes, without capturing or planning again.
 
-Bytes follow from expressions of the sizes, and one compiled source takes their values. Batches must have steps of
-one structure. Under the capture's guard it depends only on which sizes are equal (`SizePattern`).
+Bytes follow from expressions of the sizes, and one compiled source takes their values. A plan serves only steps of its
+own structure. Under the capture's guard that depends only on which sizes are equal (`SizePattern`).
 """
 
 from __future__ import annotations

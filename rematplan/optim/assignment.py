@@ -11,7 +11,8 @@ from rematplan.optim.factor import Factor
 FactorKey: TypeAlias = tuple[str, int]
 """A Kronecker factor: the weight's name, and 0 for the factor of the inputs or 1 for that of the outputs' gradients."""
 FactorPart: TypeAlias = tuple[str, tuple[int, ...]]
-"""Factors of one weight with the same owner: the weight's name, and (0,), (1,) or (0, 1) as in `FactorKey`."""
+"""Factors of one weight with the same owner: its name, and (0,) for the inputs' factor, (1,) for that of the outputs'
+gradients, or (0, 1)."""
 
 LEAST_GAIN = 0.1
 """The factors of a layer get different owners only if the cheaper one takes at least this share of the layer's time."""

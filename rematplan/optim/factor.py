@@ -47,7 +47,7 @@ class Factor:
     how: str
     """The method of inversion: a name of `INVERSES` or ``auto``."""
     dtype: torch.dtype
-    """Of the average and the inverse."""
+    """The type of the average and the inverse."""
     vector: bool = False
     """Whether the statistics contain only the diagonal."""
     total: Tensor | None = None
@@ -56,7 +56,7 @@ class Factor:
     count: float = 0.0
     """The decayed number of rows. ``total`` ÷ ``count`` is the average, which needs no correction at the start."""
     inverse: Inverse | None = None
-    """The latest; None before the first inversion, or if this process does not need it."""
+    """The latest inverse; None before the first inversion, or if this process does not need it."""
     made: int = 0
     """How often it has been inverted."""
     changed: bool = False
@@ -64,7 +64,7 @@ class Factor:
     rank: int | None = None
     """Eigenvalues above the damping as last counted by ``auto``; None if never."""
     trace: float | None = None
-    """Of ``total``, averaged over groups, if another process stores ``total``; else None."""
+    """The trace of ``total``, averaged over groups, if another process stores ``total``; else None."""
 
     @property
     def diagonal(self) -> bool:

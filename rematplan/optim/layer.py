@@ -23,7 +23,7 @@ class Layer:
     """A weight and its bias, with their two Kronecker factors."""
 
     name: str
-    """Of the weight."""
+    """The weight's name."""
     weight: Parameter
     bias: Parameter | None
     form: Factors
@@ -49,8 +49,8 @@ class Layer:
         return self.a.inverse is not None and self.g.inverse is not None
 
     def gradient(self) -> Tensor | None:
-        """Return weight's and bias's gradients (last column; zeros if it has none) as one matrix, or None if the weight
-        has none. All processes must call it: sharded gradients are gathered."""
+        """Return the gradients of weight and bias (last column; zeros without a gradient) as one matrix; None if the
+        weight has none. All processes must call it: sharded gradients are gathered."""
         if self.weight.grad is None:
             return None
         weight = whole(self.weight.grad).to(self.a.dtype)
@@ -139,7 +139,7 @@ class Layer:
 
 def layers_of(model: nn.Module, forms: Mapping[str, Factors], how: str) -> dict[str, Layer]:
     """Return the trained layers with factors, by weight name. ``forms``: their factors on the device ``meta``; ``how``:
-    the method of inversion, as in `Factor`."""
+    the method of inversion, a name of `INVERSES` or ``auto``."""
     named = dict(model.named_parameters())
     return {
         name: layer(name, forms[name], weight, named.get(forms[name].bias_name or ""), how)

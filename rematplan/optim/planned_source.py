@@ -23,7 +23,8 @@ class StatisticsSource(Protocol):
         """Return the factors by weight name, on the device ``meta``: shapes and types without values."""
 
     def statistics(self) -> Statistics | None:
-        """Return the factors since the last update, or None. A ``step`` that was read before is ignored."""
+        """Return the factors since the last update, with a number of the step; None if there are none. `KFAC` ignores a
+        step that it has read before."""
 
     def state(self) -> Any:
         """Return what `load` needs to go on with the same statistics. It is called after an update of the weights."""

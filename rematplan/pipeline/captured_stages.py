@@ -33,7 +33,8 @@ class StagePlace:
     """The position of a stage in its pipeline, and facts about its neighbours."""
 
     first: bool
-    """The caller keeps its inputs. Other stages have inputs of their own for each micro-batch."""
+    """Whether it is the first, whose inputs the caller keeps. Other stages have separate inputs for each
+    micro-batch."""
     last: bool
     """Whether the loss is computed from its outputs."""
     split: bool
@@ -59,12 +60,12 @@ class CapturedStage:
     template: StagePlan
     place: StagePlace
     loss: LossMemory | None
-    """Of one micro-batch; None if it was not measured."""
+    """The memory of the loss of one micro-batch; None if it was not measured."""
     capture: ReadyCapture
     original: CapturedStep
     """The forward and backward of one micro-batch as captured, with outputs in storages of their own."""
     step: CapturedStep
-    """With splits and inverses."""
+    """``original`` with splits, fused kernels and inverses, as the options say."""
     problem: StageProblem
     calls: tuple[object, ...]
     """The ATen ops of the capture, with the types of their results, to check a later capture."""

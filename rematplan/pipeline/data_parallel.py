@@ -23,9 +23,9 @@ class DataParallel:
     """How many processes have the same stage of a pipeline; UsageError if a number is below 1 or both are above 1."""
 
     shards: int = 1
-    """Over so many processes FSDP2 divides the stage's parameters."""
+    """The number of processes over which FSDP2 divides the stage's parameters; 1 without FSDP2."""
     replicas: int = 1
-    """In so many processes DistributedDataParallel averages gradients."""
+    """The number of processes in which DistributedDataParallel averages gradients; 1 without it."""
 
     def __post_init__(self) -> None:
         check_counts(1, shards=self.shards, replicas=self.replicas)
@@ -61,7 +61,8 @@ class DataParallel:
         return max(0, needed - gradients - self._gathered(stage.module.parameters()))
 
     def copied(self, outputs: int) -> int:
-        """Return the bytes of the outputs' copies that DDP holds per micro-batch from forward to backward."""
+        """Return the bytes of the outputs' copies that DDP holds per micro-batch from forward to backward; 0 without
+        DDP."""
         return outputs if self.replicas > 1 else 0
 
     def _gathered(self, parameters: Iterable[torch.Tensor]) -> int:

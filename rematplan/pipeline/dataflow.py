@@ -48,9 +48,9 @@ class DataflowPart:
     """A captured stage of a dataflow pipeline and its planning problem."""
 
     number: int
-    """From 0."""
+    """The stage's number, from 0."""
     stages: int
-    """How many the pipeline has."""
+    """The number of stages of the pipeline."""
     stage: StageModule
     step: CapturedStep
     problem: StageProblem

@@ -186,9 +186,9 @@ def captured_pipeline(
     loss: tuple[LossFunction, torch.Tensor] | None = None,
     plans: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Pipeline:
-    """Cut a model into stages, capture those of ``ranks`` (None, or a percentage: all), and return a pipeline without
-    plans. `UsageError` for another number of cuts, or unknown names. ``plans``: those whose splits ``split="auto"``
-    repeats; None: splits are chosen for the budget."""
+    """Cut a model into stages, capture those of ``ranks`` (all if None, or if the budget is a percentage), and return a
+    pipeline without plans. `UsageError` for another number of cuts, or unknown names. ``plans``: those whose splits
+    ``split="auto"`` repeats; None: splits are chosen for the budget."""
     stages, microbatches = order.stages, order.microbatches
     one_args, one_kwargs = _first_microbatch(args, kwargs or {}, microbatches)
     if cuts == AUTO:

@@ -44,13 +44,13 @@ class PipelineRequest:
     stages: int
     microbatches: int
     budget: Budget
-    """Of each rank."""
+    """The budget of each rank."""
     seconds: float
     """About how long the search may take."""
     cuts: tuple[str, ...] | None = None
     """Names of the modules with which the second and each later stage begin; None: the search chooses."""
     link: Link = FREE_LINK
-    """Between ranks."""
+    """The speed of messages between ranks."""
     overhead: float = 0.0
     """Microseconds of an action in addition to its ops."""
     optimizer: float = 0.0

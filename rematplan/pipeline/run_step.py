@@ -62,11 +62,11 @@ class RankReport:
     promised: int
     """The predicted peak in bytes, parameters and buffers included."""
     measured: int
-    """The measured one."""
+    """The measured peak in bytes, parameters and buffers included."""
     extra: float
     """Predicted microseconds of recomputation per micro-batch."""
     losses: tuple[float, ...] = ()
-    """Of the micro-batches; empty except on the last stage's rank."""
+    """The losses of the micro-batches; empty except on the last stage's rank."""
     compared: int = 0
     """How many parameters, buffers and losses were compared; 0 without comparison."""
     different: tuple[str, ...] = ()

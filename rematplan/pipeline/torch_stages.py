@@ -111,7 +111,8 @@ class _Stage(PipelineStage):
             loss.detach_()
 
     def _validate_fwd_input(self, args: object, kwargs: object) -> None:
-        """PyTorch 2.11 refuses arguments of the first stage that are not tensors; later versions do not call this."""
+        """Accept any arguments: PyTorch 2.11 would refuse those of the first stage that are not tensors. Later versions
+        do not call this."""
 
 
 def _buffered(infos: Iterable[Any]) -> list[Any]:

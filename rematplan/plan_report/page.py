@@ -41,7 +41,7 @@ LONGEST = 28
 """The most characters of an op's kind next to its bar; a longer one is shortened in the middle."""
 LANES = ("main lane", "recovery lane")
 PIXELS = 1000
-"""About as many has a picture from left to right."""
+"""About the width of a picture."""
 MOST_OPS = 20
 """How many kinds of ops the picture of the step's time shows."""
 STYLE = """

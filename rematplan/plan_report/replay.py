@@ -26,7 +26,7 @@ class Executed:
     again: bool
     """Whether it computes again what was there before: a run after the op's first one, or an inverse."""
     start: float
-    """When it begins, in the unit of costs since the step's begin."""
+    """When it begins, in microseconds since the step's begin."""
     cost: float
     workspace: int
 
@@ -166,9 +166,9 @@ class Branch:
 
     name: str
     runs: int = 0
-    """Their number."""
+    """The number of these runs."""
     bytes: int = 0
-    """What they write."""
+    """The bytes that they write, each run's counted."""
     cost: float = 0.0
     """Their time in microseconds."""
     inner: dict[str, Branch] = field(default_factory=dict)

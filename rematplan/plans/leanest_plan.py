@@ -1,4 +1,4 @@
-"""The plan with the smallest known peak: calls follow it if no plan fits the budget, and errors name it."""
+"""The plan with the smallest known peak: errors name it, and calls may follow it if no plan fits the budget."""
 
 from __future__ import annotations
 

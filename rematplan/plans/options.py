@@ -48,7 +48,8 @@ class SavedPlan(Strategy):
 
     path: str | Path
     two_lanes: Literal["off", "auto", "on"] | None = field(default=None, kw_only=True)  # type: ignore[assignment]
-    """As in `Strategy`. None: as the saved plan says."""
+    """Whether recomputation runs on a second lane; ``auto``: if that is predicted to save time. None: as the saved plan
+    says."""
 
     name: ClassVar[str] = "saved"
     summary: ClassVar[str] = "a plan that was made before"

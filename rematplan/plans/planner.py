@@ -288,7 +288,7 @@ class Planner(StepProblems):
 
     def resizing(self, step: CapturedStep, problem: TrainingGraph, storages: tuple[str, ...]) -> Resizing:
         """Return what evaluates the known plans of a problem at other sizes, without capturing the step. The budget
-        must be in bytes. ``storages``: the names of the step's."""
+        must be in bytes. ``storages``: the names of the step's storages."""
         amount = self.limit(problem).fixed
         assert amount is not None
 
@@ -381,7 +381,7 @@ class Planner(StepProblems):
             return lean
 
     def plan_ahead(self, problem: TrainingGraph) -> None:
-        """Store a plan of a problem that may follow, if a short search finds one."""
+        """Store a plan of a problem that a later call may have, if a short search finds one."""
         with suppress(InfeasibleBudget):
             quick_plan(self.options, self.store, problem, self.limit(problem))
 

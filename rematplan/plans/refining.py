@@ -24,7 +24,8 @@ SEARCHES = 2
 """The largest number of background searches at a time for problems of one structure (ops and tensors, without
 sizes). The plans that they find can be used at all sizes."""
 GAIN = 1e-6
-"""A plan counts as better if it is cheaper than the present plan by more than this share of the present plan's cost."""
+"""For `Rechoosing`, a plan is better if it is cheaper than the present one by more than this share of the latter's
+cost."""
 
 
 @dataclass(frozen=True)

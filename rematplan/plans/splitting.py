@@ -38,9 +38,9 @@ TRIAL = 0.05
 TRIAL_PER_OP = 0.01
 """The seconds for each op that a search for the smallest peak with one choice may take at most."""
 MOVES_PER_OP = 200
-"""The moves for each op of such a search."""
+"""The moves for each op of such a search, if the strategy does not count moves."""
 LARGE = 0.1
-"""Regions of one kind that save less than this share of what all save are not split together with others."""
+"""Kinds of regions that save less than this share of what all save get more parts only where they bind the peak."""
 NOISE = 1.2
 """Costs that were measured at different times may differ by this factor on a machine that counts as quiet."""
 ALIKE, ALIKE_MODELLED = 0.01, 0.002
@@ -117,8 +117,8 @@ def _about_whole(step: CapturedStep, module: str, regions: Sequence[SplitRegion]
 
 
 def split_as_planned(problems: StepProblems, step: CapturedStep, ops: Collection[str]) -> RewrittenStep:
-    """Return a step with the splits for which a plan was made. ``ops``: the names of the plan's ops, which tell the
-    parts."""
+    """Return a step with the splits for which a plan was made. ``ops``: the names of the plan's ops, which end in the
+    numbers of parts."""
     last: dict[str, int] = {}
     for op in ops:
         if (part := part_of(op)) is not None:

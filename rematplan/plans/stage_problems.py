@@ -36,8 +36,8 @@ def stage_problem(
 ) -> StageProblem:
     """Make the problem of a pipeline stage for one micro-batch of several in flight, whose backward adds to earlier
     gradients, or leaves its own with ``own_weights``. ``per_microbatch``, ``tangents``: kinds of inputs. ``between``,
-    ``loss_forward`` (bytes), ``template``: as in `StageProblem`. ``as_captured``: whether the backward may overwrite
-    operands, too."""
+    ``loss_forward``: bytes of a loss from forward to backward, and in its own forward. ``as_captured``: whether the
+    backward may overwrite operands, too."""
     added, bytes_ = earlier_gradients(step)
     if own_weights:
         added, template = frozenset(), template.adding(left=bytes_)

@@ -78,8 +78,8 @@ class StepProblems:
         return replace(graph, never_rerun=graph.once(*ops_that_run_once(step, self.options.policy)))
 
     def around(self, step: CapturedStep, graph: TrainingGraph) -> TrainingGraph:
-        """Add gradients of earlier steps and the bytes of other objects to a step's problem; `UsageError` as of
-        `problem`."""
+        """Return a step's problem with earlier gradients and the bytes of other objects; `UsageError` if the policy
+        names no module or op of the step."""
         check_names(self.options.policy, (step,), step.name)
         graph = adding_problem(step, graph, self.added) if self.added else graph
         others = self.options.reserved.on(step.device, self.named)

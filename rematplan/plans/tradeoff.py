@@ -15,7 +15,7 @@ from rematplan.plans.budget_searches import stored_plans
 from rematplan.plans.budgets import Budget
 
 RIVAL_PEAKS = 3
-"""`auto` is also asked for plans at this many peaks of the other strategies' plans."""
+"""A strategy that starts from known plans, such as `auto`, is also asked for plans at this many peaks of them."""
 
 Curves = Mapping[str, Sequence[Plan]]
 """The plans of each strategy, by rising overhead and falling peak."""
@@ -74,7 +74,8 @@ def trace_curves(
 
 
 def rival_peaks(rivals: Sequence[Plan], budgets: Sequence[int]) -> tuple[int, ...]:
-    """Return up to `RIVAL_PEAKS` evenly spread peaks of Pareto-optimal plans that recompute, not below ``budgets``."""
+    """Return up to `RIVAL_PEAKS` evenly spread peaks of Pareto-optimal plans that recompute, not below the smallest
+    budget."""
     front = [p for p in pareto(rivals) if p.estimate.reruns and p.estimate.peak >= min(budgets, default=0)]
     return tuple(p.estimate.peak for p in spread(front, RIVAL_PEAKS))
 
