@@ -18,7 +18,7 @@ from torch import nn
 
 from rematplan.module.verification import same_bits
 from rematplan.runtime.capture.restore_state import STANDARD_CONTAINERS
-from rematplan.runtime.graph.generator_states import kept_generators, state_of
+from rematplan.runtime.graph.generator_states import state_of, states_restored
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.containers import refill
 from rematplan.runtime.guards.globals import slot_names
@@ -233,7 +233,7 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
                 elif type(leaf) in GENERATORS:
                     generators[id(leaf)] = leaf
     try:
-        with kept_generators(generators.values()):
+        with states_restored(generators.values()):
             yield
     finally:
         for holder, was in values:

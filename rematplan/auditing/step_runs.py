@@ -19,7 +19,7 @@ from rematplan.auditing.recomputations import Autocast, autocast_state
 from rematplan.ir import UsageError
 from rematplan.runtime.capture.restore_state import same_draws, same_gradients
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.generator_states import all_states
+from rematplan.runtime.graph.generator_states import global_generators, states_of
 
 STEPS = 2
 """The steps of a run; their gradients accumulate."""
@@ -184,7 +184,7 @@ def rounding_of(step: Step) -> float:
 
 def random_states() -> dict[str, bytes]:
     """Return the states of all global random number generators, by name."""
-    return {f"random state of {k}": _bytes(v) for k, v in all_states().items()}
+    return {f"random state of {k}": _bytes(v) for k, v in states_of(global_generators()).items()}
 
 
 def _bytes(state: Any) -> bytes:

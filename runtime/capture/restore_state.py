@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.generator_states import all_states, set_states
+from rematplan.runtime.graph.generator_states import global_generators, states_restored
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.containers import refill
@@ -146,14 +146,9 @@ def same_gradients(module: nn.Module, copied: bool = False) -> Iterator[None]:
                 parameter._backward_hooks = None
 
 
-@contextmanager
-def same_draws() -> Iterator[None]:
+def same_draws() -> AbstractContextManager[None]:
     """Restore, after the block, the global random states of PyTorch (CPU and CUDA), Python and NumPy."""
-    states = all_states()
-    try:
-        yield
-    finally:
-        set_states(states)
+    return states_restored(global_generators())
 
 
 def _holders(module: nn.Module) -> list[tuple[str, Any]]:

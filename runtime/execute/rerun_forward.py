@@ -10,19 +10,18 @@ from typing import Any
 import torch
 
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.generator_states import load_rng, save_rng
+from rematplan.runtime.graph.generator_states import set_states, states_of, states_restored
 
 
 @contextmanager
 def states_restored_if_it_fails(step: CapturedStep) -> Iterator[None]:
     """Restore the states of the random number generators that a step uses if the body of the ``with`` statement raises
     an error."""
-    states = {device: save_rng(device)() for device in step.drawing_devices}
+    states = states_of(step.drawing_devices)
     try:
         yield
     except BaseException:
-        for device, state in states.items():
-            load_rng(device)(state)
+        set_states(states)
         raise
 
 
@@ -44,7 +43,7 @@ class Rerun:
         renewed = step.renewed
         storages = [step.values[i.value].storage for i in step.inputs if i.kind != "tangent"]
         kept = [t.clone() if s in renewed else t for t, s in zip(inputs, storages, strict=True)]
-        return cls(kept, [t._version for t in kept], {d: save_rng(d)() for d in step.drawing_devices})
+        return cls(kept, [t._version for t in kept], states_of(step.drawing_devices))
 
     def check(self, name: str) -> None:
         """Raise RuntimeError, with the step's ``name``, if an input was changed in place since the forward."""
@@ -57,11 +56,6 @@ class Rerun:
     def as_before(self) -> Iterator[None]:
         """A context in which the random number generators start from their states before the forward. Afterwards their
         states from before the context are restored."""
-        now = {device: save_rng(device)() for device in self.states}
-        try:
-            for device, state in self.states.items():
-                load_rng(device)(state)
+        with states_restored(self.states):
+            set_states(self.states)
             yield
-        finally:
-            for device, state in now.items():
-                load_rng(device)(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -13,11 +13,14 @@ import torch
 # Bound here, because a capture replaces the attributes of `torch`, to refuse forwards that call them.
 _GET, _SET = torch.get_rng_state, torch.set_rng_state
 _GET_CUDA, _SET_CUDA = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-Generator: TypeAlias = "torch.device | str"
-"""A global random number generator: that of a device in PyTorch, or `PYTHON` or `NUMPY`."""
 PYTHON, NUMPY = "python", "numpy"
+_HOMES: Mapping[str, Any] = {PYTHON: random, NUMPY: np.random}
+"""The modules that have the global generators of these names."""
+Generator: TypeAlias = Any
+"""A random number generator: a `torch.device` for PyTorch's global one there, `PYTHON` or `NUMPY` or their module for
+its global one, or a generator object of one of the three."""
 States: TypeAlias = dict[Any, Any]
-"""The states of generators (`Generator`)."""
+"""The states of global generators, by device or name."""
 
 
 def save_rng(device: torch.device) -> Callable[[], Any]:
@@ -34,65 +37,50 @@ def load_rng(device: torch.device) -> Callable[[Any], None]:
     return _SET
 
 
-def states_of(generators: Iterable[Generator]) -> States:
-    """Return the states of generators."""
-    return {one: _state(one) for one in generators}
+def state_of(generator: Generator) -> Any:
+    """Return the state of a generator."""
+    if isinstance(generator, torch.device):
+        return save_rng(generator)()
+    home = _HOMES[generator] if isinstance(generator, str) else generator
+    if isinstance(home, np.random.Generator):
+        return home.bit_generator.state
+    return home.getstate() if hasattr(home, "getstate") else home.get_state()
 
 
-def all_states() -> States:
-    """Return the states of all global generators: PyTorch's for the CPU and, if CUDA is initialised, for each CUDA
-    device; Python's; NumPy's."""
+def set_state_of(generator: Generator, state: Any) -> None:
+    """Set a generator to a state of `state_of`."""
+    home = _HOMES[generator] if isinstance(generator, str) else generator
+    if isinstance(home, torch.device):
+        load_rng(home)(state)
+    elif isinstance(home, np.random.Generator):
+        home.bit_generator.state = state
+    else:
+        (home.setstate if hasattr(home, "setstate") else home.set_state)(state)
+
+
+def states_of(generators: Iterable[torch.device | str]) -> States:
+    """Return the states of global generators."""
+    return {one: state_of(one) for one in generators}
+
+
+def global_generators() -> tuple[torch.device | str, ...]:
+    """Return all global generators: PyTorch's for the CPU and, if CUDA is initialised, for each CUDA device; Python's;
+    NumPy's."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     devices = (torch.device("cpu"), *(torch.device("cuda", at) for at in range(count)))
-    return states_of((*devices, PYTHON, NUMPY))
+    return (*devices, PYTHON, NUMPY)
 
 
 def set_states(states: States) -> None:
-    """Set generators to these states."""
+    """Set global generators to these states."""
     for one, state in states.items():
-        if one == PYTHON:
-            random.setstate(state)
-        elif one == NUMPY:
-            np.random.set_state(state)
-        else:
-            load_rng(one)(state)
-
-
-def _state(one: Generator) -> Any:
-    if isinstance(one, torch.device):
-        return save_rng(one)()
-    return random.getstate() if one == PYTHON else np.random.get_state()
+        set_state_of(one, state)
 
 
 @contextmanager
 def states_restored(generators: Iterable[Generator]) -> Iterator[None]:
-    """Restore the states of generators after the block."""
-    states = states_of(generators)
-    try:
-        yield
-    finally:
-        set_states(states)
-
-
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator object of PyTorch, Python or NumPy, or of a module that has a global one."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def set_state_of(generator: Any, state: Any) -> None:
-    """Set a generator object, or a module's global one, to a state of `state_of`."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if hasattr(generator, "setstate") else generator.set_state)(state)
-
-
-@contextmanager
-def kept_generators(generators: Iterable[Any]) -> Iterator[None]:
-    """Restore the states of generator objects after the block, also if it raises. `random.SystemRandom`, which has no
-    state, is left out."""
+    """Restore the states of generators after the block, also if it raises. `random.SystemRandom`, which has no state,
+    is left out."""
     states = [(one, state_of(one)) for one in generators if not isinstance(one, random.SystemRandom)]
     try:
         yield

@@ -20,7 +20,7 @@ from rematplan.runtime.graph.compat import (
     is_functional_tensor,
     pytree,
 )
-from rematplan.runtime.graph.generator_states import all_states, set_states, states_of, states_restored
+from rematplan.runtime.graph.generator_states import global_generators, set_states, states_of, states_restored
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.guards.data_dependent_shapes import STATIC
 from rematplan.runtime.guards.draws import ADVANCING, arguments_of_repeated, own_generator, repeated
@@ -58,7 +58,7 @@ class ValueGuardRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers, self.batch = buffers, batch
         self.finite = FiniteTests(assumed)
-        self.states = all_states()  # of the generators, with which the forward begins
+        self.states = states_of(global_generators())  # of the generators, with which the forward begins
         #: Replaces symbolic sizes in nested arguments by those of the real tensors.
         self.now: Callable[[Any], Any] = unchanged
         self.counts: tuple[int, ...] | None = None

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from rematplan.runtime.graph.generator_states import kept_generators
+from rematplan.runtime.graph.generator_states import states_restored
 from rematplan.runtime.guards.attributes import Reads, reads_of
 from rematplan.runtime.guards.containers import add, added, content, unchanged_content
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
@@ -101,7 +101,7 @@ def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[N
     state.check_iterators(watched=False)
     values = [value for namespace in state.namespaces for value in namespace.before.values()]
     own = (v for value in values for v in parts_of(value) if isinstance(v, torch.Generator))
-    with kept_generators((*global_reads.generators.values(), *own)):
+    with states_restored((*global_reads.generators.values(), *own)):
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.graph.compat import pytree
-from rematplan.runtime.graph.generator_states import Generator, states_restored
+from rematplan.runtime.graph.generator_states import states_restored
 from rematplan.runtime.guards.tensor_reads import Plainly
 
 Source = tuple[str, str | int]
@@ -42,7 +42,7 @@ class RecordedCall:
     """The storages that it allocates, views or writes, likewise."""
     expected: Any
     """The result, if the forward decided by it; else `UNDECIDED`."""
-    draws: Generator | None = None
+    draws: torch.device | None = None
     """The generator from which it draws random numbers; None if it draws none."""
     counts: bool = False
     """Whether the result is an integer that the forward takes only as a size."""
