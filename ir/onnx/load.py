@@ -21,7 +21,7 @@ from rematplan.ir.onnx.control_flow import captured, without_subgraphs
 from rematplan.ir.onnx.draft import Array, Draft
 from rematplan.ir.onnx.fake_quantisation import with_fake_quantisation
 from rematplan.ir.onnx.graph import Graph, Node, Role, Value, Weight
-from rematplan.ir.onnx.protobuf import read_onnx, read_proto
+from rematplan.ir.onnx.protobuf import read_file, read_proto
 from rematplan.ir.onnx.restored_weights import untangled
 from rematplan.ir.onnx.training_form import Forms, in_form
 from rematplan.ir.onnx.weight_notes import weight_notes
@@ -43,20 +43,20 @@ def load_onnx(path: Path | str, dims: Mapping[str, int] | None = None, forms: Fo
         UsageError: ``dims`` names no dimension of an input, or has a size that is no positive integer.
     """
     path = Path(path)
-    draft = read_onnx(path)
-    try:
-        return _graph(draft, dict(dims or {}), forms)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+    return _loaded(read_proto(read_file(path), path), path, dims, forms)
 
 
 def graph_from_proto(proto: Any, dims: Mapping[str, int] | None = None) -> Graph:
     """Load the forward graph of an ONNX model in memory; `ModelError` if that is impossible, as in `load_onnx`."""
-    draft = read_proto(proto, Path("the model"))
+    path = Path("the model")
+    return _loaded(read_proto(proto, path), path, dims, AS_IS)
+
+
+def _loaded(draft: Draft, path: Path, dims: Mapping[str, int] | None, forms: Forms) -> Graph:
     try:
-        return _graph(draft, dict(dims or {}), AS_IS)
+        return _graph(draft, dict(dims or {}), forms)
     except ModelError as error:
-        raise ModelError(f"the model: {error}") from None
+        raise ModelError(f"{path}: {error}") from None
 
 
 def _graph(draft: Draft, dims: Mapping[str, int], forms: Forms) -> Graph:
@@ -170,7 +170,7 @@ class _Work:
                 left.append(node)
                 continue
             for name, array in zip(node.outputs, results, strict=False):
-                self.constants[name] = _in_memory(name, array)
+                self.constants[name] = Array.of(name, array)
                 if math.prod(array.shape) <= MAX_ELEMENTS:
                     known[name] = array
         return tuple(left)
@@ -225,10 +225,6 @@ def _constant(node: Node) -> tuple[np.ndarray] | None:
             f"node {node.name!r}: this form of Constant is not supported ({', '.join(node.attributes)})"
         )
     return (value,)
-
-
-def _in_memory(name: str, array: np.ndarray) -> Array:
-    return Array.of(name, array)
 
 
 def _weights(work: _Work, draft: Draft, nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Weight, ...]:

@@ -38,12 +38,6 @@ MAX_DEPTH = 50  # the most levels of subgraphs in subgraphs
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # what it warns of is refused below, more clearly
 
 
-def read_onnx(path: Path) -> Draft:
-    """Read an ONNX file as plain data, with functions inlined; `ModelError`, which names the file, if that is
-    impossible."""
-    return read_proto(_parse(path), path)
-
-
 def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
     """Convert an ONNX model in memory to plain data, with functions inlined; `ModelError` if it is invalid or not
     supported. ``path``: names the model in messages; external data are expected next to it."""
@@ -66,9 +60,9 @@ def read_proto(proto: onnx.ModelProto, path: Path) -> Draft:
         raise ModelError(f"{path}: is not a valid ONNX model: {_innermost(error)}") from None
 
 
-def _parse(path: Path) -> onnx.ModelProto:
-    """Return the protobuf message of an ONNX file. `ModelError` if the file cannot be read or is no ONNX model, or its
-    graph has neither nodes nor outputs."""
+def read_file(path: Path) -> onnx.ModelProto:
+    """Return the protobuf message of an ONNX file. `ModelError`, which names the file, if it cannot be read or is no
+    ONNX model, or its graph has neither nodes nor outputs."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

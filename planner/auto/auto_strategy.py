@@ -107,7 +107,7 @@ class Auto(Strategy):
         """Return the cheapest plan found within ``budget`` bytes; None if none fits. ``effort`` replaces the limits of
         this strategy. ``starts`` have the plans of block strategies, which are not run again; nor is the smallest peak
         searched for."""
-        compile_kernels(silent)
+        compile_kernels()
         return AutoSession(graph, budget, effort, rules_of(self), self.gap, silent, starts, brief=True).find()
 
     def curve(

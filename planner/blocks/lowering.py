@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -87,12 +86,13 @@ def lower_to_positions(graph: TrainingGraph, partition: Partition, compiled: boo
 
     ``compiled``: whether numba compiles the loops; plain Python does the same more slowly.
     """
-    number = cached_on(graph, "numbers", lambda: _numbers(indexed(graph)))
+    op = cached_on(graph, "positions of ops", lambda: _positions(indexed(graph).ops))
+    tensor = cached_on(graph, "positions of tensors", lambda: _positions(indexed(graph).tensors))
     block = np.full(len(graph.ops), -1, dtype=np.int64)
     for i, names in enumerate(partition.blocks):
-        block[[number.op[name] for name in names]] = i
+        block[[op[name] for name in names]] = i
     kept = kept_always(graph)
-    kept[[number.tensor[name] for name in partition.kept]] = True
+    kept[[tensor[name] for name in partition.kept]] = True
     runs_of = lowered if compiled else plain(lowered)
     return runs_of(traffic_of(graph), block, len(partition.blocks), kept)
 
@@ -105,12 +105,5 @@ def kept_always(graph: TrainingGraph) -> Flags:
     return np.array([t.name in kept for t in graph.tensors], dtype=np.bool_)
 
 
-class _Numbers(NamedTuple):
-    """The position of each op in ``graph.ops`` and of each tensor in ``graph.tensors``, by name."""
-
-    op: dict[str, int]
-    tensor: dict[str, int]
-
-
-def _numbers(ix: Indexed) -> _Numbers:
-    return _Numbers({n: o for o, n in enumerate(ix.ops)}, {n: t for t, n in enumerate(ix.tensors)})
+def _positions(names: Sequence[str]) -> dict[str, int]:
+    return {name: at for at, name in enumerate(names)}

@@ -14,7 +14,7 @@ from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import precedence, working_sets
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, needed_line
 from rematplan.planner.bounds.loop_rows import pairs, violated
-from rematplan.planner.bounds.max_flow import flow_bound
+from rematplan.planner.bounds.max_flow import CutNetwork
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.bounds.runs_of_solution import rounded_runs
 from rematplan.planner.bounds.tail_search import TailSearch, highest_proven
@@ -87,7 +87,7 @@ class CutBounds:
         # if there is none. Both may exceed the budget between cuts.
         self.rounded: Sequence[str] = ()
         self.nearest: Sequence[str] = ()
-        self._stopped = False
+        self.stopped = False
         self._solver = Solver()
 
     def price(self, cut: int) -> float:
@@ -97,7 +97,7 @@ class CutBounds:
         """
         if not self.graph.base_cost or self.graph.inverses:
             return -1.0
-        found = flow_bound(self.graph, self.order, cut, self.budget)
+        found = CutNetwork(self.graph, self.order, cut).overhead(self.budget)
         self._raise(found - ROUNDING)
         return found
 
@@ -123,13 +123,8 @@ class CutBounds:
 
     def stop(self) -> None:
         """End the search at once. An integer program that is being solved is abandoned and proves nothing."""
-        self._stopped = True
+        self.stopped = True
         self._solver.stop()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped
 
     def _floor(self) -> float:
         """Return the overhead of the ops that every schedule must run, each once: at most 0."""

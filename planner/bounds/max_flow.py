@@ -68,39 +68,6 @@ class Minimum:
     them that must precede the cut op run both before and after it."""
 
 
-def flow_bound(graph: TrainingGraph, order: Precedence, cut: int, budget: int) -> float:
-    """Return the bound of the overhead that one cut proves, without inverses; infinite if no schedule fits,
-    -1 if sums would overflow.
-    """
-    return flow_bound_of(CutNetwork(graph, order, cut), graph, cut, budget)
-
-
-def flow_bound_of(network: CutNetwork, graph: TrainingGraph, cut: int, budget: int) -> float:
-    """Return the bound of the overhead that the cut of ``network`` proves at op ``cut``; infinite if no schedule fits,
-    -1 if sums would overflow."""
-    room = budget - graph.input_bytes - working_sets(graph)[cut]
-    if room < 0:
-        return math.inf
-    low, high = network.minimum(0.0), network.fewest_bytes()
-    if low is None or high is None:
-        return -1.0
-    value = low.floor
-    if low.resident > room and high.resident > room:
-        return math.inf
-    for _ in range(STEPS):
-        if low.resident <= high.resident or low.resident <= room:
-            break
-        price = (high.cost - low.cost) / (low.resident - high.resident)
-        middle = network.minimum(price)
-        if middle is None:
-            break
-        value = max(value, middle.floor - price * room)
-        if middle.resident >= low.resident or middle.resident <= high.resident:
-            break
-        low, high = (middle, high) if middle.resident > room else (low, middle)
-    return value / graph.base_cost - 1
-
-
 class CutNetwork:
     """The flow network of one cut op. Its minimum cut says which ops run after it, and so which tensors are resident
     before. ``slope``: if positive, ops cost up to this share more, the later the more, and `Minimum.floor` is no
@@ -118,6 +85,7 @@ class CutNetwork:
         # Node 0 is the source: the ops that cannot run before the cut op. Node 1 is the sink. Other ops are
         # on the source's side if they run after it. With a ``slope``, costs rise from the first op to the
         # last, so that equal blocks are recomputed one after another as the price rises; a proven bound needs 0.
+        self.base_cost, self.held = graph.base_cost, graph.input_bytes + working_sets(graph)[cut]
         self.scale = min(SCALE / graph.base_cost, MAX_SCALE)
         needed = [v for v in range(len(graph.ops)) if order.needed >> v & 1]
         self.constant = math.fsum(graph.ops[v].cost for v in needed)
@@ -170,13 +138,38 @@ class CutNetwork:
         network.bytes = np.append(self.bytes, np.full(len(nodes), -1))
         return network
 
+    def overhead(self, budget: int) -> float:
+        """Return the bound of the overhead within ``budget`` bytes that the cut proves, if there are no inverses and
+        ``slope`` is 0. It is infinite if no schedule fits, and -1 if sums would overflow."""
+        room = budget - self.held
+        if room < 0:
+            return math.inf
+        low, high = self.minimum(0.0), self._fewest_bytes()
+        if low is None or high is None:
+            return -1.0
+        value = low.floor
+        if low.resident > room and high.resident > room:
+            return math.inf
+        for _ in range(STEPS):
+            if low.resident <= high.resident or low.resident <= room:
+                break
+            price = (high.cost - low.cost) / (low.resident - high.resident)
+            middle = self.minimum(price)
+            if middle is None:
+                break
+            value = max(value, middle.floor - price * room)
+            if middle.resident >= low.resident or middle.resident <= high.resident:
+                break
+            low, high = (middle, high) if middle.resident > room else (low, middle)
+        return value / self.base_cost - 1
+
     def minimum(self, price: float) -> Minimum | None:
         """Return the minimum cut if a resident byte costs ``price`` (`Op.cost` per byte); None if capacities would
         overflow or the solver fails."""
         capacity = (self.cost + price * np.maximum(self.bytes, 0)) * self.scale
         return self._cut(capacity, uncut=float(np.floor(self.cost * self.scale).sum()) + 1, scale=self.scale)
 
-    def fewest_bytes(self) -> Minimum | None:
+    def _fewest_bytes(self) -> Minimum | None:
         """Return the minimum cut with the fewest resident bytes at any cost, with a meaningless ``floor``; None if
         bytes would overflow or the solver fails."""
         capacity = np.maximum(self.bytes, 0).astype(np.float64)

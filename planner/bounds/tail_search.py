@@ -16,7 +16,7 @@ import numpy as np
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.precedence import Precedence
-from rematplan.planner.bounds.max_flow import CutNetwork, flow_bound_of
+from rematplan.planner.bounds.max_flow import CutNetwork
 from rematplan.planner.bounds.tail_kernels import (
     EITHER,
     HELD,
@@ -132,7 +132,7 @@ class TailSearch:
             self._networks[i] = CutNetwork(self.graph, until, first), self._once(until.needed)
         if key not in self._before:
             network, once = self._networks[i]
-            floor = flow_bound_of(network.holding(held), self.graph, first, self.budget)
+            floor = network.holding(held).overhead(self.budget)
             self._before[key] = max(0.0, floor + 1 - once)
         return self._before[key]
 

@@ -19,9 +19,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematplan.ir import TrainingGraph
+from rematplan.planner.core.array_types import Ints
 from rematplan.planner.core.lane_schedule import (
     BEFORE,
     MAIN,
@@ -38,10 +38,8 @@ from rematplan.planner.core.lane_schedule import (
 from rematplan.planner.core.schedule import Run, Schedule, runs_of
 from rematplan.planner.core.simulator import resident_bytes
 
-Row = NDArray[np.int64]
 
-
-def rows(plan: Laned) -> Iterator[Row]:
+def rows(plan: Laned) -> Iterator[Ints]:
     """Yield, for each progress q of the recovery lane, the bytes resident at each progress p of the main lane, inputs
     and workspaces included. Progress is 2k after k runs of the lane, and 2k + 1 during the next one."""
     graph, runs, where = plan.graph, plan.runs, plan.where

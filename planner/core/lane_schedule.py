@@ -9,7 +9,7 @@ alone, so lanes cannot deadlock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -254,12 +254,6 @@ class Laned:
         later = later_draws(self.runs, self.graph.ordered)
         draws = {at: first for at, first in later.items() if at in self.where.where}
         return data_needs(self.where, self.copies, draws)
-
-
-def lanes_to_json(lanes: Lanes) -> dict[str, Any]:
-    """Convert the division of a plan into two lanes (streams or threads) to plain JSON data: an object with the
-    fields of `Lanes`."""
-    return asdict(lanes)
 
 
 def lanes_from_json(data: Any) -> Lanes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from rematplan.ir import ProblemError, TrainingGraph, show_bytes
 from rematplan.ir.files import read_as, write_whole
 from rematplan.ir.problem_json import problem_from_json, problem_to_json
 from rematplan.planner.core.lane_memory import checked_lanes
-from rematplan.planner.core.lane_schedule import Lanes, lanes_from_json, lanes_to_json
+from rematplan.planner.core.lane_schedule import Lanes, lanes_from_json
 from rematplan.planner.core.schedule import Free, Run, Schedule, with_frees
 from rematplan.planner.core.simulator import Estimate, simulate
 
@@ -126,7 +126,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         for key, value in (
             ("blocks", plan.blocks),
             ("fingerprint", plan.fingerprint),
-            ("lanes", plan.lanes and lanes_to_json(plan.lanes)),
+            ("lanes", plan.lanes and asdict(plan.lanes)),
         )
         if value  # Absent values are omitted.
     }
@@ -159,7 +159,6 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,
         )
         bound = None if data["lower_bound"] is None else float(data["lower_bound"])
-        status: Status = "optimal" if data["status"] == "optimal" else "feasible"
         same = (data["peak"], data["cost"]) == (plan.estimate.peak, plan.estimate.cost)
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None
@@ -171,7 +170,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     if not same or bound is None:
         return plan
     proven = with_bound(plan, bound)
-    return proven if status == "optimal" else replace(proven, status=status)
+    return proven if data["status"] == "optimal" else replace(proven, status="feasible")
 
 
 def ops_of_plan(data: object) -> frozenset[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
@@ -97,8 +97,7 @@ class Between:
         ]
         sizes = np.array(here, dtype=np.int64)
         costs = self._costs_at(self._positions.traffic(sizes), below, above)
-        found = self._positions.amounts(sizes, low, high, costs)
-        return replace(found, workspaces=np.array(workspaces, dtype=np.int64))
+        return self._positions.amounts(sizes, np.array(workspaces, dtype=np.int64), costs, low.once)
 
     def _costs_at(self, moved: Ints, below: int, above: int) -> Floats:
         """Return the cost of each op and inverse if it moves ``moved`` bytes, within its costs at the sizes ``below``

@@ -36,16 +36,15 @@ class TensorPositions:
         found: Ints = moved[self.ends] - moved[self.ends - self.counts]
         return found
 
-    def amounts(self, sizes: Ints, low: Amounts, high: Amounts, costs: Floats) -> Amounts:
-        """Return the amounts for ``sizes`` (by ``graph.tensors``) and ``costs``, with the larger workspaces of
-        ``low`` and ``high``."""
+    def amounts(self, sizes: Ints, workspaces: Ints, costs: Floats, once: Ints) -> Amounts:
+        """Return the amounts for ``sizes`` (by ``graph.tensors``); the other arguments are fields of `Amounts`."""
         return Amounts(
             sizes=sizes[self.written],
-            workspaces=np.maximum(low.workspaces, high.workspaces),
+            workspaces=workspaces,
             costs=costs,
             fixed=int(sizes[self.inputs].sum()),
             base_cost=math.fsum(costs[: self.ops].tolist()),
-            once=low.once,
+            once=once,
         )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from rematplan.planner.bounds.max_flow import least_cut
-from rematplan.planner.core.array_types import Ints
 from rematplan.planner.least.demands import Demands
 
 NEARLY = 0.98
@@ -98,8 +97,3 @@ class LastHeavyRun:
                 seen.add(v)
                 wait += [int(maker[t]) for t in self.demands.reads[v]]
         return sorted(seen)
-
-
-def heaviest_targets(values: Ints, risen: Sequence[int], count: int) -> list[int]:
-    """Return the ``count`` ops of ``risen`` with the largest values."""
-    return sorted(risen, key=lambda v: -int(values[v]))[:count]

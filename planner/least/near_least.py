@@ -20,7 +20,7 @@ from rematplan.planner.core.plan import Plan, plan_from_runs
 from rematplan.planner.least.demands import NEVER, Demands, demands_of
 from rematplan.planner.least.group_descent import TENSORS_PER_MOVE, descend_by_groups, work_of
 from rematplan.planner.least.inverses_as_parts import inverses_as_parts
-from rematplan.planner.least.last_heavy_run import LastHeavyRun, heaviest_targets
+from rematplan.planner.least.last_heavy_run import LastHeavyRun
 from rematplan.planner.least.regression import search
 from rematplan.planner.least.reuse import shortened
 from rematplan.planner.least.unfold import TooLong, Unfolding
@@ -147,7 +147,7 @@ def _proven(graph: TrainingGraph, demands: Demands, values: Values, effort: Effo
     bound = int(values.floor.max(initial=0))
     heavy = LastHeavyRun(demands)
     bound = heavy.bound(demands.outputs, bound, most)
-    for v in heaviest_targets(values.value, values.risen, targets):
+    for v in sorted(values.risen, key=lambda v: -int(values.value[v]))[:targets]:
         if values.value[v] > bound and not effort.over:
             bound = heavy.bound(demands.reads[v], bound, fewer)
     effort.charge(moves=heavy.flows * len(demands.sizes) // 10)

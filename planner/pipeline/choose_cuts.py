@@ -19,7 +19,7 @@ from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule, stages_that_free_outputs
 from rematplan.planner.pipeline.dataflow_plans import starting_plans
 from rematplan.planner.pipeline.lean_cuts import lean_cuts
-from rematplan.planner.pipeline.messages import RANDOM_STATE, message_memory
+from rematplan.planner.pipeline.messages import CHANNELS, RANDOM_STATE, message_memory
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_memory import stages_in_flight
 from rematplan.planner.pipeline.rank_search import (
@@ -38,8 +38,6 @@ from rematplan.planner.pipeline.timeline import FREE_LINK, Link, StageTimes, rep
 
 ROUNDS = 12
 """How many different cuts (divisions of the chain into stages) the search plans at most."""
-RECOVERING = ("dataflow",)
-"""Names of schedules whose stages recover their inputs from their outputs."""
 REFUSED = 3
 """The search ends after this many cuts (divisions of the chain into stages) whose stages do not fit the budget."""
 CHANGED = 12
@@ -331,7 +329,7 @@ class PipelineSearch:
     @property
     def recovers(self) -> bool:
         """Whether, in this schedule, each stage recovers its input from its output."""
-        return self.schedule.name in RECOVERING
+        return self.schedule.name in CHANNELS
 
     @cached_property
     def split(self) -> bool:

@@ -6,9 +6,9 @@ each end per *credit*: a message that may be sent and not yet read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
 from rematplan.ir import ProblemError
 from rematplan.planner.pipeline.actions import PipelineSchedule
@@ -80,7 +80,8 @@ def least_credits(schedule: PipelineSchedule) -> int:
     times = [StageTimes(FORWARD, BACKWARD)] * schedule.stages
     # A message and its answer together travel as long as forward and backward of n micro-batches, if a stage
     # has up to n + 1 more in flight than the next. Simulated stages take equal times.
-    link = Link((FORWARD + BACKWARD) * max((*_further_in_flight(schedule), 0)) / 2)
+    further = max((a - b - 1 for a, b in pairwise(stages_in_flight(schedule))), default=0)
+    link = Link((FORWARD + BACKWARD) * max(further, 0) / 2)
     wanted = SLOWER * replay(schedule, times, link).makespan
     for credits in range(1, schedule.microbatches):
         try:
@@ -89,10 +90,3 @@ def least_credits(schedule: PipelineSchedule) -> int:
         except ProblemError:  # too few
             continue
     return schedule.microbatches
-
-
-def _further_in_flight(schedule: PipelineSchedule) -> Iterator[int]:
-    """Yield, for each stage except the last, the number of micro-batches that it has in flight, minus that of the next
-    stage, minus 1."""
-    most = stages_in_flight(schedule)
-    return (most[stage] - most[stage + 1] - 1 for stage in range(schedule.stages - 1))

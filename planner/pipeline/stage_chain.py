@@ -79,14 +79,14 @@ class StageChain:
         """For each block b and the chain's end, the bytes that the forward of a micro-batch sends over a cut
         before b; 0 at both ends.
         """
-        return self._crossing(lambda p: (p.made, p.up) if p.forward else (0, 0))
+        return tuple(map(self._bytes, self.sent))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
         """For each block b and the chain's end, the bytes that the backward of a micro-batch sends back over
         a cut before b; 0 at both ends.
         """
-        return self._crossing(lambda p: (p.down, p.made))
+        return tuple(map(self._bytes, self.returned))
 
     @cached_property
     def sent(self) -> tuple[tuple[int, ...], ...]:
@@ -103,6 +103,8 @@ class StageChain:
         return self._tensors_over_cuts(lambda p: (p.down, p.made))
 
     def _tensors_over_cuts(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        """Return the tensors that cross each cut. ``span``: the first and the last block between which a passage
+        crosses all cuts."""
         found: list[list[int]] = [[] for _ in range(self.blocks + 1)]
         for passage in self.passages:
             low, high = span(passage)
@@ -152,16 +154,9 @@ class StageChain:
                 sums[b] += ix.cost[o]
         return (0.0, *accumulate(sums))
 
-    def _crossing(self, span: Callable[[Passage], tuple[int, int]]) -> tuple[int, ...]:
-        """Return, for a cut before each block and at the chain's end, the bytes of the tensors that cross it. ``span``:
-        the first and the last block between which a tensor crosses every cut."""
-        ix = indexed(self.graph)
-        change = [0] * (self.blocks + 2)
-        for passage in self.passages:
-            low, high = span(passage)
-            change[low + 1] += ix.bytes[passage.tensor]
-            change[high + 1] -= ix.bytes[passage.tensor]
-        return tuple(accumulate(change[: self.blocks + 1]))
+    def _bytes(self, tensors: Iterable[int]) -> int:
+        sizes = indexed(self.graph).bytes
+        return sum(sizes[t] for t in tensors)
 
 
 def stage_chain(

@@ -176,7 +176,9 @@ class StageProblem:
             for held in (_freed_gradients(self, schedule), waiting)
         )
         left = _resident_of(self, schedule, self.leaving, boundary)[boundary]
-        kept = _across(graph, self.boundary, own[boundary] - gone[boundary] - left) + self.between
+        # Resident before and after the boundary op, so without its workspace and what it writes.
+        op = graph.op[self.boundary]
+        kept = own[boundary] - gone[boundary] - left - op.workspace - self.bytes(op.writes) + self.between
         saved = self.bytes(self.per_microbatch) + sum(n for op, n in self.copies.items() if op in again)
         held = HeldBytes(kept + saved, loose=loose, gradients=self.gradient_bytes)
         transients = TransientBytes(
@@ -231,13 +233,6 @@ class StageProblem:
         """
         ops = (replace(op, workspace=workspace) if op.name == self.boundary else op for op in self.graph.ops)
         return replace(self.graph, ops=tuple(ops))
-
-
-def _across(graph: TrainingGraph, boundary: str, during: int) -> int:
-    """Return the bytes that are resident before and after a boundary op: those during the op (``during``) without its
-    workspace and what it writes."""
-    op = graph.op[boundary]
-    return during - op.workspace - sum(graph.size[t] for t in op.writes)
 
 
 def _split_figures(

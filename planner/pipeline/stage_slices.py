@@ -55,11 +55,6 @@ class StageSlice:
         """The positions of the tensors that this stage sends to the previous stage in the backward."""
         return self.chain.returned[self.start]
 
-    def bytes(self, tensors: Iterable[int]) -> int:
-        """Return the sum of the sizes in bytes of the tensors at these positions."""
-        sizes = indexed(self.chain.graph).bytes
-        return sum(sizes[t] for t in tensors)
-
 
 def late_ops(piece: StageSlice) -> frozenset[int]:
     """Return the positions of the backward ops that a stage can postpone: the tensors sent to the previous

@@ -138,7 +138,7 @@ class ILP(SearchStrategy):
         """Anneal from the best plan so far, within ``effort``. Record in ``best`` the plan found and the one with the
         smallest peak."""
         search = Search(graph, budget, enough=lambda overhead: overhead <= best.goal + CLOSED)
-        found = search.run(best.starts(), effort)
+        found = search.run([runs_of(best.plan.schedule)] if best.plan else [], effort)
         if found is not None:
             best.offer(runs_of(found.schedule))
         best.offer(runs_of(search.least.schedule))
@@ -201,11 +201,6 @@ class _Best:
         before."""
         assert self._least is not None
         return self._least
-
-    def starts(self) -> list[list[str]]:
-        """Return the plans from which annealing starts, as lists of op names in the order of execution: the best plan,
-        or none."""
-        return [] if self.plan is None else [runs_of(self.plan.schedule)]
 
     @property
     def closed(self) -> bool:

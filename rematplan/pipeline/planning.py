@@ -18,7 +18,8 @@ from rematplan.planner.core.effort import Effort
 from rematplan.planner.core.strategy import Progress, silent
 from rematplan.planner.pipeline.actions import PipelineSchedule
 from rematplan.planner.pipeline.auto_stages import AutoStages
-from rematplan.planner.pipeline.choose_cuts import RECOVERING, PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.choose_cuts import PipelineSearch, Terms, returned_bytes
+from rematplan.planner.pipeline.messages import CHANNELS
 from rematplan.planner.pipeline.pipeline_file import PlannedPipeline
 from rematplan.planner.pipeline.rank_search import SHORTEST, StagePlanner
 from rematplan.planner.pipeline.stage_partition import Cuts, partitions
@@ -160,7 +161,7 @@ def _planner(seconds: float, ranks: int) -> AutoStages:
 
 def _narrow(chain: NamedChain, schedule: str, stages: int) -> NamedChain:
     """Return the chain with the cuts that a schedule may use; unchanged if these would be too few."""
-    if schedule not in RECOVERING:
+    if schedule not in CHANNELS:
         return chain
     # A cut inside a reversible coupling would send a tensor from which inverses cannot recover the others.
     narrow = replace(chain, chain=replace(chain.chain, narrow=True))

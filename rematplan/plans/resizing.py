@@ -188,7 +188,8 @@ class Resizing:
         here = self._bytes(low, high, nominal)
         traffic = self._positions.traffic(here)
         costs = _line(low.traffic, low.amounts.costs, high.traffic, high.amounts.costs, traffic)
-        return self._positions.amounts(here, low.amounts, high.amounts, costs)
+        workspaces = np.maximum(low.amounts.workspaces, high.amounts.workspaces)
+        return self._positions.amounts(here, workspaces, costs, low.amounts.once)
 
     def _around(self, sizes: Ints) -> tuple[Corner, Corner] | None:
         """Return the two closest corners, with the same ops that run once, between which ``sizes`` are in every

@@ -86,9 +86,6 @@ def test_stages_do_together_what_the_step_does(
         assert {BOUNDARY, *([WEIGHTS] if split else [])} <= needed
     ours = [op.name for s in stages for op in s.graph.ops if op.name in graph.op]
     assert sorted(ours) == sorted(op.name for op in graph.ops)
-    for piece, cut in zip(pieces[1:], cuts, strict=True):
-        assert piece.bytes(piece.received) == chain.sends[cut]
-        assert piece.bytes(piece.returned) == chain.returns[cut]
     for stage, piece in zip(stages, pieces, strict=True):
         figures = stage.measured(no_recompute(stage.graph))
         assert figures.times.forward == pytest.approx(chain.forward[piece.end] - chain.forward[piece.start])

@@ -22,7 +22,7 @@ from rematplan.planner.bounds.bound_search import BoundSearch
 from rematplan.planner.bounds.cut_bounds import Bound, min_peak_bound
 from rematplan.planner.bounds.cut_growth import SIBLINGS, Growth
 from rematplan.planner.bounds.cut_places import cut_candidates, heaviest_chain, in_line, prominence
-from rematplan.planner.bounds.max_flow import flow_bound
+from rematplan.planner.bounds.max_flow import CutNetwork
 from rematplan.planner.bounds.multi_cut_program import COST_UNIT, CutProgram
 from rematplan.planner.core.effort import Effort
 from rematplan.planner.ilp.solver import Solver
@@ -89,7 +89,7 @@ def test_priced_cuts_are_at_most_the_optimum_and_the_one_cut_relaxation(graph, s
     best, order = optimum(graph, budget), precedence(graph)
     for cut in range(len(graph.ops)):
         if order.needed >> cut & 1 and graph.base_cost:
-            priced = flow_bound(graph, order, cut, budget)
+            priced = CutNetwork(graph, order, cut).overhead(budget)
             assert priced <= best + 1e-9
             assert priced <= one_cut(graph, order, cut, budget) + 1e-6
 
@@ -299,7 +299,7 @@ def test_a_priced_cut_is_the_one_cut_relaxation_of_a_chain():
     for budget in (6, 8, 10):
         exact = one_cut(graph, order, cut, budget)
         assert exact > 0
-        assert flow_bound(graph, order, cut, budget) == pytest.approx(exact, abs=1e-6)
+        assert CutNetwork(graph, order, cut).overhead(budget) == pytest.approx(exact, abs=1e-6)
 
 
 @LAWS
