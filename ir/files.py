@@ -72,8 +72,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def typed(value: object, kind: type | tuple[type, ...], where: str) -> Any:
-    """Return a value of JSON data that has the type ``kind``; else `ProblemError`. ``where``: what its message calls
-    the value."""
+    """Return ``value`` if it has the type ``kind``. `ProblemError` if not, and for true and false, whatever ``kind``
+    is. ``where``: what the message calls the value."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ProblemError(f"{where} is {str(value)[:40]!r}, not of type {wanted}")
@@ -81,7 +81,8 @@ def typed(value: object, kind: type | tuple[type, ...], where: str) -> Any:
 
 
 def field_of(data: object, key: str, kind: type | tuple[type, ...], where: str) -> Any:
-    """Return a field of the type ``kind`` of a JSON object; else `ProblemError`."""
+    """Return the field ``key`` of the JSON object ``data``. `ProblemError` if ``data`` is no object, or the field is
+    missing or not of the type ``kind``."""
     row = typed(data, dict, where)
     if key not in row:
         raise ProblemError(f"{where}: {key!r} is missing")
@@ -89,5 +90,5 @@ def field_of(data: object, key: str, kind: type | tuple[type, ...], where: str) 
 
 
 def names_of(values: Iterable[object], where: str) -> tuple[str, ...]:
-    """Return the texts of a JSON list; `ProblemError` if it has something else."""
+    """Return the texts of a JSON list; `ProblemError` if it has anything but texts."""
     return tuple(typed(v, str, where) for v in values)

@@ -45,9 +45,8 @@ class Recovery:
 
 
 def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
-    """Return, by tensor name, how to recover the tensors that serve the backward half and free more bytes
-    than they keep live.
-    """
+    """Return, by tensor name, the recoveries of use to the backward half: of tensors that it or other recoveries read,
+    or with an intermediate result that it reads. Left out are those that do not free more bytes than they keep live."""
     tables = _StepTables(graph)
     targets = dict.fromkeys(t for inverse in graph.inverses for t in inverse.writes)
     found = {t: r for t in targets if (r := tables.recover(t)) is not None}
@@ -69,7 +68,8 @@ def recoveries(graph: TrainingGraph) -> dict[str, Recovery]:
 
 
 def _serving(found: dict[str, Recovery], wanted: Iterable[str]) -> set[str]:
-    """Return the recoverable tensors among ``wanted``, and those that must be recovered for them."""
+    """Return the recoverable tensors among ``wanted``, and the recoverable ones that their recoveries may read, in
+    turn."""
     pending, serving = list(wanted), set()
     while pending:
         tensor = pending.pop()
@@ -146,9 +146,8 @@ class _StepTables:
         return found
 
     def given(self, op: int) -> bool:
-        """Return whether an op reads nothing and may run once, as what saves a random generator's state; its
-        results are kept.
-        """
+        """Return whether an op reads nothing and may run only once, such as one that saves a random generator's state.
+        Its results stay resident."""
         return not self.graph.ops[op].reads and self.graph.ops[op].name in self.once
 
     @cached_property
@@ -157,7 +156,8 @@ class _StepTables:
         return frozenset(t for o in self.graph.ops if o.phase == "backward" for t in o.writes)
 
     def recover(self, target: str) -> Recovery | None:
-        """Return how to recover a forward tensor; None if no op of the forward reads it, or if nothing recovers it."""
+        """Return how to recover a tensor; None if nothing recovers it, no forward op reads it, or a backward op writes
+        it."""
         if target not in self.makers or target not in self.last_read or target in self.never:
             return None
         return _RecoverySearch(self, target).found()

@@ -39,19 +39,20 @@ class Op:
     name: str
     """Unique among ops and inverses."""
     reads: tuple[str, ...]
-    """Names of tensors, as ``writes``."""
+    """Names of the tensors that it reads."""
     writes: tuple[str, ...]
+    """Names of the tensors that it writes."""
     cost: float
     """Microseconds if profiled or modelled, else any unit."""
     workspace: int = 0
     """Bytes that are resident only while it runs."""
     phase: Phase | None = None
-    """None for an inverse, and for ops of a step without two halves."""
+    """The half of the step to which it belongs; None for an inverse, and for an op whose half is not stated."""
     gain: float = 1.0
-    """If it reads a relative error e, an inverse writes gain · e + noise, and a repeated op max(gain · e,
-    √(gain · e · noise)).
-    """
+    """How relative errors grow: from tensors with an error e, an inverse writes one with gain · e + ``noise``, and a
+    repeated op one with max(gain · e, √(gain · e · ``noise``))."""
     noise: float = 0.0
+    """See ``gain``. An inverse without noise is exact."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class TrainingGraph:
 
     @cached_property
     def readers(self) -> dict[str, list[str]]:
-        """By tensor, the names of the ops that read it, in order; tensors that none reads are left out."""
+        """By tensor, the names of the ops that read it, in order. Inverses and tensors that no op reads are left
+        out."""
         found: dict[str, list[str]] = {}
         for op in self.ops:
             for tensor in op.reads:
@@ -273,8 +275,8 @@ and a thread of autograd runs the backward half."""
 
 
 def topological_order(before: Sequence[Collection[int]]) -> list[int]:
-    """Return the positions in ``before`` so that each follows those that it lists: of those that can be next, the least
-    first. Positions in or after a circle are missing."""
+    """Return the positions in ``before``, each after all positions that its entry lists. Of several that can be next,
+    the smallest comes first. Positions in a circle, or after one, are missing."""
     waits = [len(found) for found in before]
     after: list[list[int]] = [[] for _ in before]
     for at, found in enumerate(before):

@@ -102,7 +102,6 @@ def constant_value(node: Node) -> np.ndarray | None:
 def fold(node: Node, known: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
     """Compute a node's outputs from the values ``known`` by name. None if an input is unknown, the op has no size
     rule, the result is large, or computing it fails."""
-    # An input is unknown, or the op has no size rule.
     if node.domain or node.op not in SIZE_RULES or any(n and n not in known for n in node.inputs):
         return None
     arrays = [known[n] if n else None for n in node.inputs]

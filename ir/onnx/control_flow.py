@@ -70,11 +70,12 @@ class _Unrolling:
     draft: Draft
     """The original content."""
     initialisers: dict[str, Array]
-    """Stored tensors of the new graph, by name, as ``shapes`` and ``known`` are."""
+    """Stored tensors of the new graph, by name."""
     shapes: dict[str, tuple[int, ...]]
+    """Known shapes of values, by name."""
     nodes: list[Node] = field(default_factory=list)
     known: dict[str, np.ndarray] = field(default_factory=dict)
-    """Small constant values."""
+    """Small constant values, by name."""
     count: int = 0
     """How many nodes with subgraphs were replaced."""
     fresh: int = 0

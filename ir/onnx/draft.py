@@ -67,8 +67,9 @@ class Body:
     """A branch of an If, or the body of a Loop or Scan. Its nodes can also read values of the surrounding graph."""
 
     inputs: tuple[str, ...]
-    """Names of values, as ``outputs``."""
+    """Names of its inputs."""
     outputs: tuple[str, ...]
+    """Names of its outputs."""
     initialisers: Mapping[str, Array]
     """Constant tensors by name."""
     nodes: tuple[Node, ...]

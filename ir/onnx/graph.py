@@ -38,7 +38,7 @@ class Weight:
     load: Callable[[], np.ndarray] = field(compare=False, repr=False)
     """Returns the data; external data are read from disk only then."""
     generated: bool = False
-    """Whether a node fills it with one value. Its training starts from random values."""
+    """Whether a node of the file fills it with one value. Then its training starts from random values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Batch:
     places: tuple[tuple[str, int], ...]
     """The batch dimensions, as pairs (input name, axis)."""
     size: int
-    """The user's."""
+    """The batch size that the user chose."""
     traced: int
-    """The file's fixed size; else 1 is assumed, which most exports use."""
+    """The batch size of the export: the file's fixed size, else 1, with which most exports are made."""
     fixed: bool
     """Whether the file has a fixed size."""
 

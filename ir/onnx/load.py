@@ -143,7 +143,7 @@ class _Work:
     """The tensors of a graph with known values, by name, while constants are folded."""
 
     initialisers: Mapping[str, Array]
-    """Stored in the file."""
+    """Tensors stored in the file."""
     used: roles.Uses
     """The readers of each value."""
     constants: dict[str, Array] = field(default_factory=dict)

@@ -70,7 +70,7 @@ class _Additions:
     """The content that is built while nodes of one op are changed."""
 
     draft: Draft
-    """The content before."""
+    """The content before the change."""
     initialisers: dict[str, Array]
     """Stored tensors by name, with new ones."""
     nodes: list[Node]

@@ -29,7 +29,7 @@ class CSRGraph(NamedTuple):
     producer: Ints
     """By tensor: the op that writes it, -1 for an input."""
     after: Ints
-    """By op in ``ordered``: the one before it there. -1 for the first and for all other ops."""
+    """By op: the op before it in ``graph.ordered``; -1 for the first there, and for ops that are not there."""
     forward: Flags
     """By op: whether it is of the forward half."""
     bytes: Ints
@@ -38,7 +38,7 @@ class CSRGraph(NamedTuple):
     wanted: Flags
     """By tensor: whether it is an output that some op writes."""
     input_bytes: int
-    """Of all inputs together."""
+    """The bytes of all inputs together."""
 
 
 def traffic_of(graph: TrainingGraph) -> CSRGraph:
@@ -47,7 +47,6 @@ def traffic_of(graph: TrainingGraph) -> CSRGraph:
 
 
 def _traffic(graph: TrainingGraph) -> CSRGraph:
-    """Return the problem as a `CSRGraph`."""
     ix = indexed(graph)
     producer = np.array(ix.producer, dtype=np.int64)
     reads_at, reads = compressed_rows([[t for t in row if ix.producer[t] >= 0] for row in ix.reads])

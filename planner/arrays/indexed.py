@@ -14,13 +14,14 @@ class Indexed:
     """A planning problem with positions in ``graph.ops`` and ``graph.tensors`` in place of names."""
 
     ops: tuple[str, ...]
-    """Names."""
+    """The names of the ops."""
     reads: tuple[tuple[int, ...], ...]
+    """By op: the tensors that it reads. ``writes``: likewise."""
     writes: tuple[tuple[int, ...], ...]
     cost: tuple[float, ...]
     bytes: tuple[int, ...]
     tensors: tuple[str, ...]
-    """Names."""
+    """The names of the tensors."""
     is_output: tuple[bool, ...]
     """By tensor: whether it must be resident at the end."""
     producer: tuple[int, ...]
@@ -28,7 +29,7 @@ class Indexed:
     readers: tuple[tuple[int, ...], ...]
     """By tensor: the ops that read it, ascending."""
     after: tuple[int, ...]
-    """By op in ``ordered``: the one before it there. -1 for the first and for all other ops."""
+    """By op: the op before it in ``graph.ordered``; -1 for the first there, and for ops that are not there."""
     forward: tuple[bool, ...]
     """By op: whether it is not marked as backward and depends on no backward op."""
 
@@ -39,7 +40,7 @@ class Indexed:
 
     @cached_property
     def backward_before(self) -> tuple[tuple[int, ...], ...]:
-        """By op: the backward ops that it follows directly: those that write what it reads, and `after`."""
+        """By op: those ops of the backward half that write what it reads, and its entry in ``after`` if that is one."""
         return tuple(
             tuple(
                 p
@@ -57,7 +58,6 @@ def indexed(graph: TrainingGraph) -> Indexed:
 
 
 def _index(graph: TrainingGraph) -> Indexed:
-    """Return the problem as an `Indexed`."""
     id_of = {t.name: i for i, t in enumerate(graph.tensors)}
     reads = tuple(tuple(id_of[t] for t in o.reads) for o in graph.ops)
     writes = tuple(tuple(id_of[t] for t in o.writes) for o in graph.ops)

@@ -62,7 +62,8 @@ def precedence(graph: TrainingGraph) -> Precedence:
 
 
 def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
-    """Return the bytes that each op reads, writes and has as workspace, without the problem's inputs."""
+    """Return, for each op, the bytes of what it reads and writes, each tensor once, and of its workspace. Inputs of the
+    problem do not count."""
     inputs = set(graph.inputs)
 
     def sizes() -> tuple[int, ...]:

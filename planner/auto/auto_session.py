@@ -53,9 +53,7 @@ class AutoSession:
         # No problem has more bytes than compiled loops can count, so a larger budget means the same.
         self.budget = budget = min(budget, 2**63 - 1)
         self.problem, self.effort, self.rules, self.gap = graph, effort, rules, gap
-        # The caller of many short searches has run the block strategies.
         self.progress, self.brief = progress, brief
-        # What the caller of the strategy passed; ``known`` has further plans.
         self.starts = starts
         self.for_blocks = without_inverses(graph)  # with the stated phases, if any
         self.graph = graph = infer_phases(graph)
@@ -72,7 +70,7 @@ class AutoSession:
 
     def find(self) -> Plan | None:
         """Return the cheapest plan within the budget that the searches of this session find, with a proven lower bound;
-        None if none fits. An interrupt is raised again if no plan fits yet."""
+        None if none fits. Ctrl-C and `Enough` end the search, and are raised again if no plan fits yet."""
         with self.bound_thread:
             try:
                 if not self.finished and not self.solved_exhaustively(min(MOST_STATES, self.many_states)):
@@ -254,7 +252,8 @@ class AutoSession:
 
     @property
     def plain_first(self) -> bool:
-        """Whether the problem is annealed without its inverses first."""
+        """Whether the problem is annealed without its inverses first: if it has any, and the best plan is not one of
+        the caller's."""
         begun = self.best is not None and self.best in self.starts
         return bool(self.graph.inverses) and not begun
 

@@ -65,8 +65,9 @@ class EvictionTables:
     """The ops that every plan runs, for the simulation of eviction."""
 
     names: tuple[str, ...]
+    """The names of these ops."""
     input_bytes: int
-    """Of all inputs together."""
+    """The bytes of all inputs together."""
     peaks: tuple[int, ...]
     """The bytes needed with 1, 2, ... passes if results of the backward are not evicted in their pass."""
     arrays: EvictionArrays

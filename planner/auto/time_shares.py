@@ -1,5 +1,4 @@
-"""The options of the strategy ``auto``, and its constants: how it divides its time limit, and when it leaves out a
-method."""
+"""The constants of the strategy ``auto``: how it divides its time limit, and when it leaves out a method."""
 
 from __future__ import annotations
 

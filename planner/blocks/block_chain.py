@@ -39,17 +39,17 @@ class BlockChain:
     backward: Groups
     """The ops of each stage, in order."""
     cost: Floats
-    """Of running each block in the mode passing, without ops whose results are not needed."""
+    """The cost of running each block in the mode passing, without ops whose results are not needed."""
     closing_cost: Floats
-    """The same in the mode closing."""
+    """This cost in the mode closing."""
     saved: Ints
     """Bytes that stay of each block after the mode saving."""
     passing: Ints
-    """Peak bytes of each block's results while it runs in this mode, workspaces included."""
+    """Peak bytes of each block's results while it runs in the mode passing, workspaces included."""
     saving: Ints
-    """The same in the mode saving."""
+    """These bytes in the mode saving."""
     closing: Ints
-    """The same in the mode closing."""
+    """These bytes in the mode closing."""
     stage: Ints
     """Peak bytes during each stage: all gradients, the results of its block that it needs, and the outputs
     that it writes.

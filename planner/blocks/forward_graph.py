@@ -22,6 +22,8 @@ from rematplan.planner.arrays.indexed import Indexed, indexed
 from rematplan.planner.caches.graph_cache import cached_on
 
 SIDE = 8
+"""The largest number of ops in a source, or in a sink that the backward half reads, that is joined to another group.
+The main source and sink never are."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class Partition:
     blocks: tuple[tuple[str, ...], ...]
     """The names of each block's ops. No op is in an earlier block than an op that it depends on."""
     kept: tuple[str, ...]
-    """The names of the tensors that stay. So do outputs and the last block's results. Others that the backward half
-    needs are recomputed there."""
+    """The names of the tensors that stay, besides outputs and the last block's results. Other tensors that the backward
+    half needs are recomputed there."""
 
 
 def partition_of(graph: TrainingGraph, chain: Sequence[int], lean: bool = False) -> Partition:

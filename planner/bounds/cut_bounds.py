@@ -43,6 +43,7 @@ VAST = 3000
 """In problems with more ops, no integer programs are solved: one program of this size may prove nothing for a minute.
 """
 VAST_PLACES = 8
+"""`PLACES` for such problems. In all problems, as many cuts are tried among the ops that every schedule must run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class CutBounds:
         self.loss_cut = self.places[0] if self.places else -1
         # With parallel branches the chain may miss the important ops (docs/lower-bound.md).
         aside = cut_candidates(graph, needed_line(graph, self.order), VAST_PLACES)
+        # The last forward op of the chain.
         self.waist = tuple(op for op, _ in self.chain if graph.ops[op].phase == "forward")[-1:]
         self.starts = tuple(dict.fromkeys((*self.places, *self.waist, *aside)))
         self._proven: dict[int, float] = cached_on(graph, "bounds", dict)

@@ -57,8 +57,8 @@ class Growth:
         """Compute the bounds of single cuts, then search back in time and add cuts to the best one. The bounds are
         recorded in ``search``.
 
-        Without costs, or if ``search.vast`` holds and there are no inverses, only single cuts are tried. With inverses
-        there is no search back in time.
+        Only single cuts are tried without costs, and without inverses in problems of more than `cut_bounds.VAST` ops.
+        With inverses there is no search back in time.
         """
         search = self.search
         alone = {cut: search.price(cut) for cut in search.starts if not self.over()}
@@ -176,7 +176,7 @@ class Growth:
         proves (-inf if nothing), and whether more time would prove nothing more. If it has a solution, that determines
         what `resident` returns.
 
-        If ``search.vast`` holds, return (-inf, True).
+        For more than `cut_bounds.VAST` ops nothing is solved: return (-inf, True).
         """
         if self.search.vast:
             return -math.inf, True

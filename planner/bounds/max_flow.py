@@ -60,9 +60,9 @@ class Minimum:
     floor: float
     """A lower bound for all schedules of cost plus λ times these bytes, if the network's ``slope`` is 0."""
     cost: float
-    """Of the described schedules, in the unit of `Op.cost`."""
+    """The cost of schedules that run the ops ``again`` after the cut op, in the unit of `Op.cost`."""
     resident: float
-    """Their resident bytes before the cut op, without inputs and what it reads."""
+    """The bytes resident before the cut op in these schedules, without inputs and what that op reads."""
     again: tuple[int, ...]
     """The positions in ``graph.ops`` of the ops that run after the cut op although they can run before it. Those of
     them that must precede the cut op run both before and after it."""

@@ -100,6 +100,8 @@ class CutProgram:
             self._force(t, self.last + 1)
 
     def _x(self, v: int, i: int, cost: float) -> int:
+        """Return the variable x[v,i]: `ZERO` if v cannot run in interval i, `ONE` if it must, and else a new one. The
+        cost of a run that must be is added to the constant."""
         if i < self.earliest[v]:
             return ZERO
         if i == self.earliest[v] and (v in self.cuts or self.deadline[v] == i + 1):
@@ -108,6 +110,7 @@ class CutProgram:
         return self.rows.variable(cost)
 
     def _force(self, tensor: str, i: int) -> None:
+        """Set h[tensor,i] to `ONE` if the tensor is tracked. If it was `ZERO`, the program is marked as impossible."""
         if (tensor, i) in self.h:
             self.rows.impossible |= self.h[tensor, i] == ZERO
             self.h[tensor, i] = ONE

@@ -35,11 +35,13 @@ LARGE = 8
 STATES = 1 << 15
 """With so many states at a cut the search gives up."""
 TRIAL, BRANCHES = 12_000_000, 60_000_000
-"""After so many branches the search gives up: until it has proven anything, and then. The latter take a second."""
+"""The most branches of one attempt to prove an overhead: while nothing has been proven, and after that. The second
+number takes about a second."""
 FLOW = 25_000
-"""The branches that count for the bound of one state's runs before a cut. If the first step needs many of them, integer
-programs prove more in that time (ResNet-50 at 20 %)."""
+"""The number of branches that stand for the bound of one state's runs before a cut. If the first step needs many such
+bounds, integer programs prove more in that time (ResNet-50 at 20 %)."""
 BRANCHES_PER_MOVE = 300
+"""The number of branches that count as one move."""
 FEW, NEAR = 256, 0.03
 """The runs before a cut are bounded for each state if there are at most so many, and the cheapest one is so near to the
 overhead that is to be proven."""

@@ -55,7 +55,7 @@ class Effort:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on, and the CPU seconds of the current thread."""
+        """Count from now on: the CPU seconds of the current thread, and the wall clock."""
         self._began = time.thread_time()
         longest = max(PATIENCE * self.seconds, SHORTEST_PATIENCE)
         self._latest = time.monotonic() + longest if self.parent is None else math.inf
@@ -93,12 +93,14 @@ class Effort:
         return min(1.0, self.spent() / self.total) if self.total else 1.0
 
     def part(self, amount: float, ended: Callable[[], bool] = _goes_on) -> Effort:
-        """Return an effort for a part of this search: ``amount`` moves or seconds, but at most what is left."""
+        """Return an effort of ``amount`` moves or seconds, but at most what is left. Its work counts as this one's,
+        too."""
         amount = max(0.0, min(amount, self.left))
         return self._of_amount(amount, ended, self)
 
     def like(self, share: float, most: float = math.inf) -> Effort:
-        """Return a new effort of this kind: ``share`` times the whole of this one, but at most ``most`` seconds."""
+        """Return a further effort, whose work does not count as this one's: ``share`` times the whole of this one, but
+        at most ``most`` seconds."""
         return self._of_amount(min(share * self.total, self.of(most)))
 
     def _of_amount(
@@ -139,7 +141,8 @@ class Effort:
         return 1.0 if self.moves else self.slice_ / SLICE
 
     def next_slice(self, left: float) -> int:
-        """Return the number of moves to make before the clock is read again. ``left``: what is left for them."""
+        """Return the number of moves to make before the clock is read again. If moves are counted, it is at most
+        ``left``, but at least 1."""
         return max(1, min(self.slice_, int(left) if self.moves else self.slice_))
 
     def made(self, moves: int, seconds: float) -> None:

@@ -75,8 +75,8 @@ def _end(copy: Copy, lane: int) -> int:
 
 
 def path(where: Placed) -> Iterator[tuple[int, int]]:
-    """Yield, for each progress of the recovery lane (as in `rows`), the main lane's smallest and largest progress at
-    that time, if runs follow the plan's sequence."""
+    """Yield, for each progress of the recovery lane, the main lane's smallest and largest progress at that time, if
+    runs follow the plan's sequence. Progress is 2k after k runs, and 2k + 1 during the next one."""
     before = (0, *where.before[RECOVERY], len(where.main))
     for j, (here, there) in enumerate(pairwise(before)):
         yield 2 * here, 2 * there
@@ -123,7 +123,7 @@ def widest(plan: Laned, budget: int) -> Needs | None:
 
 def _needs(where: Placed, lows: Sequence[int], highs: Sequence[int]) -> Needs:
     """Return the waits that keep the main lane's progress from ``lows[q]`` to ``highs[q]`` while the recovery lane's
-    progress (as in `rows`) is q."""
+    progress is q: 2k after k of its runs, 2k + 1 during the next one."""
     # The limits are even numbers, between runs: bytes come when a run starts and go when one ends.
     main, j = [], 0
     for k in range(len(where.main)):

@@ -18,7 +18,7 @@ from rematplan.ir import ProblemError, TrainingGraph
 
 MAIN, RECOVERY = 0, 1
 BEFORE = -1
-"""Used as an index on the main lane for every run before the plan's first backward op."""
+"""The index of every run before the plan's first backward op. They count as runs of the main lane."""
 
 Touches = tuple[Sequence[str], Sequence[str]]
 """The tensors that one run reads, and the tensors that it writes."""
@@ -47,9 +47,8 @@ class Sharing:
     """How two lanes share a device, for predicted times. Times are in the unit of `Op.cost`."""
 
     speed: float = 0.625
-    """Of each lane while both run: 1 on two devices, 0.5 if one fills the device. PaReprop's best result
-    corresponds to 0.75.
-    """
+    """The speed of each lane while both run, relative to one that runs alone: 1 on two devices, 0.5 if one lane fills
+    the device. PaReprop's best result corresponds to 0.75."""
     handover: float = 0.0
     """The time of a wait for the other lane."""
     start: float = 0.0
@@ -121,13 +120,14 @@ class Copy:
 
     tensor: str
     lane: int
-    """Of the run that wrote the copy."""
+    """The lane of the run that wrote the copy."""
     made: int
     """The index of that run within its lane; `BEFORE` if it ran before the fork."""
     first: list[int | None]
     """By lane, the index of the first run that reads the copy; None if none does."""
     last: list[int | None]
-    """The same for the last run. Outputs are read by one more run of the main lane."""
+    """By lane, the index of the last run that reads the copy, or None. The end of the step reads outputs: it counts as
+    one more run of the main lane."""
 
     def read(self, lane: int, index: int) -> None:
         """Record that run ``index`` of ``lane`` reads this copy, except before the fork (`BEFORE`)."""

@@ -78,9 +78,9 @@ class Plan:
 
 
 def with_bound(plan: Plan, bound: float) -> Plan:
-    """Return the plan with the lower bound ``bound``, and with the status ``optimal`` if its overhead is at most
-    `CLOSED` above the bound, else ``feasible``. A bound more than `CLOSED` above the overhead is wrong: then ``plan``
-    is returned unchanged."""
+    """Return the plan with the lower bound ``bound``, reduced to its overhead if that is less. The status is
+    ``optimal`` if the overhead is at most `CLOSED` above the bound, else ``feasible``. ``plan`` is returned unchanged
+    if the bound exceeds the overhead by more than `CLOSED`, since it is wrong then."""
     overhead = plan.estimate.overhead
     if not bound <= overhead + CLOSED:
         return plan

@@ -14,15 +14,15 @@ class Estimate:
     """What the simulator computes for a schedule."""
 
     peak: int
-    """Bytes, the largest over all runs of resident tensors, the run's writes and its workspace."""
+    """The most bytes during any run: resident tensors, what the run writes, and its workspace. At least the inputs'."""
     peak_at: int
     """The index in the schedule of the first run with that peak; -1 if the inputs alone have it."""
     cost: float
-    """Of all runs, in the unit of `Op.cost`."""
+    """The sum over all runs, in the unit of `Op.cost`."""
     overhead: float
-    """``cost`` ÷ the cost of running every op once, minus 1."""
+    """``cost`` ÷ the cost of running every op once, minus 1; 0 if that cost is 0."""
     reruns: int
-    """The runs beyond the first run of each op or inverse."""
+    """How many runs are of an op or inverse that ran before."""
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
@@ -77,9 +77,8 @@ def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
 
 
 def resident_bytes(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Return the resident bytes at each step of a valid schedule: a run's with its writes and workspace, a
-    free's without its tensor.
-    """
+    """Return the bytes at each step of a valid schedule: those resident during a run, with its writes and workspace, or
+    after a free."""
     size = graph.size
     resident = set(graph.inputs)
     live = graph.input_bytes

@@ -110,8 +110,8 @@ class FamilyStrategy(Strategy):
     def plan(
         self, graph: TrainingGraph, budget: int, progress: Progress = silent, starts: Sequence[Plan] = ()
     ) -> Plan:
-        """Return the cheapest candidate within ``budget`` bytes. If none fits, `InfeasibleBudget` has the candidate
-        with the smallest peak, and, of those whose overhead is at most `CHEAP`, the one with the smallest peak, if any.
+        """Return the cheapest candidate within ``budget`` bytes. `InfeasibleBudget` if none fits: it has the candidate
+        with the smallest peak, and that with the smallest peak of those with an overhead of at most `CHEAP`, if any.
         ``starts`` are ignored."""
         del starts
         found = self.around(graph, budget, progress)

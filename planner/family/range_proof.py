@@ -25,7 +25,7 @@ class RangeRow(Generic[Size]):
     member: Member
     """The cheapest schedule that fits, or the one with the smallest peak."""
     estimate: Estimate
-    """Of ``member`` at this size."""
+    """The peak and cost of ``member`` at this size."""
     base_peak: int
     """Bytes of the step without recomputation."""
 

@@ -19,10 +19,11 @@ class TensorPositions:
     """Positions in a problem's ``graph.tensors``."""
 
     written: Ints
-    """Of tensors that ops write, in the order of writing."""
+    """Positions of the tensors that ops write, in the order of writing."""
     inputs: Ints
+    """Positions of the inputs."""
     moved: Ints
-    """Of what each op, then each inverse, reads and writes."""
+    """Positions of what each op, then each inverse, reads and writes."""
     counts: Ints
     """How many entries of ``moved`` each op, then each inverse, has."""
     ends: Ints

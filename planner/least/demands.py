@@ -16,7 +16,8 @@ from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.array_types import Flags, Ints, Words
 
 NEVER = 2**61
-"""The value of a tensor that cannot be eliminated, because what it is computed from may run only once."""
+"""The value (`Tables.value`) of a tensor that cannot be computed from nothing, because an op that it needs may run only
+once."""
 
 
 class Tables(NamedTuple):

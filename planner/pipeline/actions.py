@@ -52,11 +52,11 @@ class Action:
     action and this one, in order.
     """
     after: tuple[Entry, ...] = field(default=(), compare=False)
-    """The same after this action, if it is the rank's last one."""
+    """Such messages after this action, if it is the rank's last one."""
     before: int = field(default=0, compare=False)
     """Bytes that the rank holds outside of its stages after its previous action."""
     during: int = field(default=0, compare=False)
-    """The same during this action."""
+    """Bytes that the rank holds outside of its stages during this action."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -96,8 +96,6 @@ class PipelineSchedule:
     """For each rank, the numbers of its stages, ascending."""
 
     def __post_init__(self) -> None:
-        """Raise `ProblemError` unless each rank has a list of actions that runs its stages, and each stage exactly one
-        rank."""
         if not len(self.actions) == len(self.stage_of_rank) == self.ranks:
             raise ProblemError(
                 f"schedule {self.name!r} needs a list of actions for each of its {self.ranks} ranks"

@@ -25,8 +25,8 @@ RANDOM_STATE = 5056
 """The bytes of the state of PyTorch's random generator on a CPU. PyTorch copies the state while it prepares the first
 step of a pipeline and allocates the buffers for messages."""
 CONNECTING = 16
-"""The bytes of the numbers that PyTorch exchanges with both neighbours at that time, to connect them. A thread of gloo
-may free them late, in the worst case at the end of the step. They exist once in a rank."""
+"""The bytes of the numbers that PyTorch exchanges with both neighbours before the first step, to connect them. They
+exist once in a rank, perhaps to the end of the step: a thread of gloo may free them late."""
 DIVISOR = 16
 """The bytes of the number of micro-batches as a tensor, in two types, with which PyTorch divides a gradient."""
 SLOWER = 1.02

@@ -22,7 +22,7 @@ class RankBudgetShares:
 
     stages: tuple[StageProblem, ...]
     actions: RankActions
-    """Of the rank, in order."""
+    """The rank's actions, in order."""
     all: tuple[StagePlan, ...]
     """The memory and times of each stage without recomputation."""
 

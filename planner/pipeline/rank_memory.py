@@ -22,7 +22,8 @@ from rematplan.planner.pipeline.live_messages import message_bytes
 from rematplan.planner.pipeline.stage_plan import StagePlan, stages_by_number
 
 PARTS: Mapping[Kind, str] = {"F": "", "B": "IW", "I": "I", "W": "W"}
-"""For each kind of action, the parts of the backward that it does: I, W, both or none."""
+"""For each kind of action, the parts of the backward that it does: I (the input's gradient), W (those of the weights),
+both or none."""
 
 
 def rank_bytes(actions: Iterable[Action], plans: Iterable[StagePlan]) -> Iterator[tuple[int, int]]:

@@ -29,13 +29,13 @@ class _Saved:
     """
 
     block: Ints
-    """Of each op."""
+    """The block of each op."""
     up: Ints
     """The last block that reads the results."""
     bytes: Ints
-    """Of the results that the backward reads."""
+    """The bytes of those results that the backward reads."""
     cost: Floats
-    """Microseconds of the op."""
+    """The microseconds of each op."""
 
 
 def time_floors(

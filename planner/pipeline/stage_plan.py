@@ -91,7 +91,7 @@ class MessageBytes:
     received: int = 0
     """From the previous stage while it waits. During the action that reads it, it counts to the transient."""
     answered: int = 0
-    """The same from the next stage."""
+    """From the next stage while it waits, likewise."""
     sent: int = 0
     """To the next stage. In a `StagePlan` it counts after its micro-batch's backward."""
     returned: int = 0
