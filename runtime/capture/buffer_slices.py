@@ -44,8 +44,8 @@ class NewBuffer:
     def __call__(
         self, content: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype, *where: Any
     ) -> torch.Tensor:
-        """Return a buffer with this shape, these strides and this type. ``content`` is in the part that the op returns
-        for the arguments ``where``."""
+        """Return a buffer with this shape, these strides and this type. ``content`` is copied into the part that `part`
+        returns for the arguments ``where``; the rest is not written."""
         buffer = torch.empty_strided(shape, stride, dtype=dtype, device=content.device)
         self.part(buffer, *where).copy_(content)
         return buffer
@@ -74,8 +74,8 @@ def with_new_buffers(step: CapturedStep) -> CapturedStep:
 
 
 def _reads_part(step: CapturedStep, scatter: Call, reader: Call, new: Mapping[str, Call]) -> bool:
-    """Return whether a call reads, of a scatter's result, nothing but the part that the scatter wrote. ``new``:
-    later such scatters."""
+    """Return whether a call reads only the part of a scatter's result that the scatter wrote, or is a scatter in
+    ``new`` that writes into the result."""
     buffer = Ref(str(scatter.results[0]))
     if reader.name in new:
         return reader.operands.count(buffer.value) == 1 and reader.args[0] == buffer

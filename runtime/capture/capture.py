@@ -25,9 +25,9 @@ def capture(
 ) -> CapturedStep:
     """Trace ``module(*batch)``, which returns a tensor or a tuple of tensors, with its backward as one step of ATen
     calls, and leave the module unchanged. No output may be a view of an input, a parameter or another output. ``root``:
-    each call has the name of its submodule within it; None: within ``module``. ``decisions``: records those that depend
-    on values, None forbids them. ``check``: called after the backward. Raises `ModelError` if the module cannot be
-    traced."""
+    each call has the name of its submodule within it; None: within ``module``. ``decisions``: records the forward's
+    decisions by values of tensors; None forbids them. ``check``: called after the backward. Raises `ModelError` if the
+    module cannot be traced."""
     root = module if root is None else root  # not `or`: an empty module list is false
     return finished(trace_joint_graph(TraceRequest(module, batch, name, root, decisions, check=check)).step)
 

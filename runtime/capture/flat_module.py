@@ -138,8 +138,8 @@ class FlatModel(nn.Module):
         spec: pytree.TreeSpec,
         state: PythonState,
     ) -> None:
-        """Note which leaves of the arguments are tensors, equal ones once. ``state``: the Python state, which each call
-        restores."""
+        """Note which leaves of the arguments are tensors, each tensor once. ``state``: the Python state, which each
+        call restores."""
         super().__init__()
         self.model, self._forward, self._state = model, forward, state
         self.training = model.training

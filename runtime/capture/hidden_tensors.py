@@ -80,8 +80,8 @@ class NotGiven(ModelError, AttributeError):
 
 
 class Withheld:
-    """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating and reading attributes
-    or items raise `NotGiven`. ``what``: the beginning of the message."""
+    """A placeholder for an output with tensors that pytrees do not find. Calling it, iterating, and reading its items
+    or attributes (except special names) raise `NotGiven`. ``what``: the beginning of the message."""
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what

@@ -44,8 +44,8 @@ class CrossEntropyBackward:
 
 
 def with_losses_in_place(step: CapturedStep) -> CapturedStep:
-    """Return the step with one `CrossEntropyBackward`, named as the first call, for each pair of calls that `_second`
-    allows and of which the first makes no output."""
+    """Return the step with one `CrossEntropyBackward`, named as the first call, for each pair of a backward of
+    ``nll_loss`` and the only call that reads its result (`_second`). Pairs whose first call makes an output stay."""
     outputs = {o.value for o in step.outputs}
     calls, values, gone = [], dict(step.values), set[str]()
     for call in step.calls:

@@ -30,7 +30,8 @@ class UntiedModule(nn.Module):
 
     def __init__(self, module: nn.Module, open_: bool = False, counts: int = 0) -> None:
         """Take each parameter and buffer of ``module`` once, under a new name. ``open_``: whether the batch has open
-        sizes. ``counts``: how many tensors after the batch only carry numbers of selected elements."""
+        sizes. ``counts``: how many tensors after the batch only carry, as lengths, numbers of elements that the forward
+        selects by values."""
         super().__init__()
         self.open = open_  # whether the batch has open sizes
         self.counts = counts  # how many tensors after the batch only carry numbers of selected elements

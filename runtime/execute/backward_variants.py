@@ -37,7 +37,8 @@ not retain the graph."""
 
 class BackwardVariants:
     """The backward half of a plan, compiled for several conditions under which a backward runs. ``backward``: its
-    segments for `AS_CAPTURED`. ``spare``: as in `CompiledPlan`."""
+    segments for `AS_CAPTURED`. ``spare``: by position, the unused bytes of the budget, which gradients may occupy until
+    their segment ends."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class BackwardVariants:
 
     def select(self, tangents: Sequence[torch.Tensor | None], kept: bool) -> BackwardVariant:
         """Return the variant of a backward that gets the gradients ``tangents``, in the order of the step's tangent
-        inputs, None where missing. ``kept``: as in `BackwardVariant`."""
+        inputs, None where missing. ``kept``: whether autograd retains the graph."""
         missing = frozenset(v for v, given in zip(self.tangents, tangents, strict=True) if given is None)
         strides = tuple(
             like if given is None else given.stride()

@@ -213,7 +213,8 @@ class Writer(Emitter):
         return as_run(call) if call.in_place and (self.overwrite or call.args[0].value in self.own) else call
 
     def _forget(self, value: str) -> None:
-        """Mark a value as dead whose memory now has another content, or is freed if that is in new memory."""
+        """Mark the first argument of an in-place call as dead: its memory has the result now, or is freed if the result
+        is in new memory."""
         if self.is_alive(value):
             del self.alive[self.step.values[value].storage][value]
             self.dead.append(value)

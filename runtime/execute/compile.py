@@ -83,8 +83,9 @@ def compile_halves(
 ) -> Halves:
     """Compile a schedule into a forward and a backward half. If ``lanes`` are given and no tangents (value names) are
     ``missing``, it runs on two lanes, without ``note`` and ``for_any_sizes``. Raises `ProblemError` if the schedule or
-    the lanes do not fit the step, such as an output that is not ready at the loss boundary. ``spare``: as in
-    `CompiledPlan`; other arguments: as in `Writer`."""
+    the lanes do not fit the step, such as an output that is not ready at the loss boundary. ``spare``: by position,
+    unused bytes of the budget, for gradients that wait. ``overwrite``: whether calls may write into operands. ``note``,
+    ``for_any_sizes``: those of `Writer`."""
     _check_order(step, schedule)
     own = split_at_loss(step, schedule, lanes)
     schedule, lanes = own.schedule, own.lanes

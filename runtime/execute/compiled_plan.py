@@ -83,7 +83,8 @@ class CompiledPlan:
         self, sizes: SizeValues, step: Callable[[], CapturedStep], unused: Sequence[int] = ()
     ) -> CompiledPlan:
         """Return this plan, which must be compiled for any sizes, as a plan for certain sizes. Nothing is compiled.
-        ``step``: makes the captured step of these sizes; ``unused``: as in `CompiledPlan`."""
+        ``step``: makes the captured step of these sizes. ``unused``: the unused bytes with which its first run may
+        check kernels."""
         other = copy.copy(self)
         other._step, other.halves = step, self.halves.at(sizes)
         other.variants = self.variants.at(sizes, step, other.halves.backward)

@@ -44,8 +44,8 @@ class OtherNumbers(OtherResults):
 
 class FirstRun:
     """The halves of a plan, compiled so that they compare the strides of values with the captured step's and, where
-    ``unused`` bytes suffice, check fused kernels. ``missing``, ``kept``: as in `BackwardVariant`; ``spare``,
-    ``unused``: as in `CompiledPlan`."""
+    ``unused`` bytes suffice, check fused kernels. ``missing``, ``kept``: the tangents that do not arrive, and whether
+    the graph is retained. ``spare``: by position, unused bytes for gradients that wait."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class FirstRun:
 
 class FirstRuns:
     """Says which parts of a plan still have to be compared with the captured step, and compiles the halves that compare
-    them. ``step``: makes the captured step. ``spare``, ``unused``: as in `CompiledPlan`."""
+    them. ``step``: makes the captured step. ``spare``, ``unused``: by position, unused bytes of the budget, for
+    gradients that wait and for checks of kernels."""
 
     def __init__(
         self,

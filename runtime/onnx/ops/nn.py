@@ -27,8 +27,8 @@ CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
 
 
 def spread(node: Node, name: str, rank: int) -> tuple[int, ...]:
-    """Return an attribute with one number per spatial axis, such as ``strides``; ones if it is absent, refused if
-    the numbers do not fit."""
+    """Return an attribute with one number per spatial axis, such as ``strides``; ones if it is absent, `ModelError` if
+    it has another number of them."""
     values = ints(node, name) or (1,) * rank
     if len(values) != rank:
         raise refuse(node, f"{name} has {len(values)} numbers for {rank} spatial axes")
@@ -181,8 +181,8 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
 
 @ROWS.add("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
-    """Run ONNX BatchNormalization of opsets below 7: as `batch_norm_by_outputs`, but ``is_test`` decides instead of
-    the number of outputs."""
+    """Run ONNX BatchNormalization of opsets below 7: by the running statistics if ``is_test`` is set; else by the
+    batch, with new and batch statistics as requested."""
     return _batch_norm(node, *inputs) if integer(node, "is_test", 0) else _with_saved(node, *inputs)
 
 

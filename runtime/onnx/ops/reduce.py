@@ -139,13 +139,15 @@ def arg_min(node: Node, x: Tensor) -> Tensor:
 
 @ROWS.add("CumSum", 11, 14, known=(1,))
 def cumulative_sum(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Run ONNX CumSum: the running sum along ``axis`` (see `_cumulative`)."""
+    """Run ONNX CumSum: the running sum along ``axis``, from the end with ``reverse``, without the own element with
+    ``exclusive``."""
     return _cumulative(node, x, axis, torch.cumsum, 0)
 
 
 @ROWS.add("CumProd", 26, known=(1,))
 def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
-    """Run ONNX CumProd: the running product along ``axis`` (see `_cumulative`)."""
+    """Run ONNX CumProd: the running product along ``axis``, from the end with ``reverse``, without the own element with
+    ``exclusive``."""
     return _cumulative(node, x, axis, torch.cumprod, 1)
 
 

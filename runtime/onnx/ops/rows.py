@@ -115,7 +115,7 @@ def refuse(node: Node, why: str) -> ModelError:
 
 
 def stated(node: Node, at: int, value: Any) -> np.ndarray:
-    """Return an input that determines a shape or index as a NumPy array; refuse one that depends on data."""
+    """Return an input that determines a shape or index as a NumPy array; `ModelError` for one that depends on data."""
     if isinstance(value, np.ndarray):
         return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:

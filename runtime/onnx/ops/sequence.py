@@ -100,7 +100,8 @@ def _cut(value: Value, sizes: Sequence[int], axis: int) -> list[Value]:
 
 
 def _place(node: Node, at: Value, count: int, end: bool = False) -> int:
-    """Return a position in a sequence, counted from the front, as an integer; refuse one outside."""
+    """Return a position in a sequence, counted from the front, as an integer; `ModelError` for one outside. ``end``:
+    whether the place after the last element counts as inside."""
     place = int(stated(node, len(node.inputs) - 1, at))
     if not -count <= place < count + end:
         raise refuse(node, f"there is no place {place} of {count}")

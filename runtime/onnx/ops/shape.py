@@ -151,7 +151,7 @@ ROWS.add("Unsqueeze", 1, 11)(by_attributes(unsqueeze, "axes"))
 
 @ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
 def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
-    """Run ONNX Squeeze: drop ``axes`` of size 1 (None: all), and refuse those of another size."""
+    """Run ONNX Squeeze: drop ``axes`` of size 1 (None: all); `ModelError` for axes of another size."""
     wanted = known_ints(axes)
     wanted = tuple(a for a, n in enumerate(x.shape) if n == 1) if wanted is None else wanted
     if any(x.shape[a] != 1 for a in wanted):
