@@ -163,7 +163,8 @@ class _InStages:
             self.within = False
 
     def _with_parts(self, x: torch.Tensor, first: int) -> tuple[torch.Tensor, Any]:
-        """Return rows, perhaps with further ones of zeros, and a number that divides theirs. Theirs is open."""
+        """Return ``x``, whose number of rows is open, perhaps with further rows of zeros, and a number that divides the
+        number of rows. ``first``: the dimension of the rows."""
         factor = self.symbols.factor(x.shape[first])
         if factor is not None:
             return x, factor
@@ -178,7 +179,7 @@ class _InStages:
         *,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Average rows; `NotImplemented` as for `sum`."""
+        """Average rows over ``dims`` in two stages; `NotImplemented` where `sum` returns it."""
         kind = dtype or x.dtype
         total = self.sum(x, dims, keepdim, dtype=torch.promote_types(kind, torch.float32))
         return total if total is NotImplemented else (total / (x.numel() // total.numel())).to(kind)

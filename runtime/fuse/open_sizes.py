@@ -43,7 +43,7 @@ class RegionSizes:
         return str(self._own_expression(size))
 
     def layouts(self, inputs: Sequence[torch.Tensor]) -> Callable[..., tuple[Layout, ...]]:
-        """Return a function from the values of the symbols to the layouts of tensors."""
+        """Return a function from the values of the symbols to the layouts of ``inputs``."""
         names = [str(s) for s in self._own.values()]
         ends = [(shape_of(t), stride_of(t)) for t in inputs]
         flat = values_of([self._own_expression(n) for pair in ends for end in pair for n in end], names)

@@ -17,7 +17,7 @@ from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.split.call_emitter import part_of
 
 LEAST_CALLS = 2
-"""A region of fewer ops stays a call of a library."""
+"""Groups of fewer ops are no regions: their ops stay calls of libraries."""
 
 
 Group: TypeAlias = tuple[str, ...]
@@ -102,7 +102,8 @@ class Regions:
         return found
 
     def cut(self, group: Group) -> tuple[Group, ...]:
-        """Return the ops of the regions of both halves of a region's ops. Ops that are alone are left out."""
+        """Return the groups into which a region's ops fall if they are cut in the middle. Ops that are alone then are
+        left out."""
         middle = len(group) // 2
         found: list[Group] = []
         for part in (group[:middle], group[middle:]):

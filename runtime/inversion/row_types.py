@@ -41,7 +41,7 @@ class Refused:
     """A value that cannot be recomputed from later values for a reason, in one line, that a user can change."""
 
     value: str
-    """Its name."""
+    """The value's name."""
     why: str
     """The reason, in one line."""
 

@@ -182,7 +182,8 @@ class _Rewriter:
         )
 
     def regular(self, base: Ref, indices: Sequence[Ref | None]) -> Slice | None:
-        """Return the slice of ``base`` that equals indexing its leading dimensions; None if none or unknown."""
+        """Return the slice of ``base`` that equals indexing its leading dimensions by ``indices``; None if no slice
+        does, or an index is not known before the step runs."""
         lists = [None if i is None else self.known(i.value) for i in indices]
         if any(i is not None and t is None for i, t in zip(indices, lists, strict=True)):
             return None

@@ -95,7 +95,8 @@ Rule: TypeAlias = Callable[[Shaped], DimensionRule | None]
 
 
 def pointwise(one: Shaped, shapes: Mapping[int, str] | None = None) -> DimensionRule:
-    """Dimensions are aligned from the right, as in broadcasting."""
+    """Return the rule of an elementwise op: dimensions are aligned from the right, as in broadcasting. ``shapes``: by
+    an argument's position, the value whose shape it states."""
     result = one.shape(one.results[0])
     labels = {v: aligned(one.shape(v), result) for v in (*one.operands, *one.results)}
     return DimensionRule(labels, shapes=shapes or {})
@@ -108,7 +109,8 @@ def aligned(own: Shape, other: Shape) -> Labels:
 
 
 def filled(one: Shaped) -> DimensionRule:
-    """The result has the shape in argument 1, to which the operand is broadcast if it can be."""
+    """Return the rule of an op whose result has the shape in argument 1, to which the operand is broadcast if it can
+    be."""
     return pointwise(one, {1: one.results[0]})
 
 
@@ -120,7 +122,7 @@ def _of_rank(one: Shaped, rank: int) -> Mapping[str, Labels]:
 
 
 def repeated(one: Shaped) -> DimensionRule:
-    """The op repeats the operand along the dimensions for which argument 1 is not 1; these are whole."""
+    """Return the rule of an op that repeats its operand; the dimensions for which argument 1 is not 1 are not split."""
     rank, own = len(one.shape(one.results[0])), len(one.shape(one.operand(0)))
     labels: dict[str, Labels] = {
         one.operand(0): tuple(range(rank - own, rank)),
@@ -191,12 +193,14 @@ def _without_dimension(
 
 
 def selected(one: Shaped) -> DimensionRule:
-    """One index of dimension argument 1, or each of them: the results lack it."""
+    """Return the rule of an op that takes one index of a dimension, argument 1 (by default 0), or each of them. The
+    results lack that dimension."""
     return _without_dimension(one.operands, one.results, len(one.shape(one.operand(0))), one.argument(1, 0))
 
 
 def joined(at: int, shape: int | None = None) -> Rule:
-    """The result has a dimension, argument ``at``, that the operands lack. ``shape``: the argument with its shape."""
+    """Return the rule of an op whose result has a dimension, argument ``at``, that the operands lack. ``shape``: the
+    argument with the result's shape."""
 
     def rule(one: Shaped) -> DimensionRule:
         y = one.results[0]
@@ -207,8 +211,8 @@ def joined(at: int, shape: int | None = None) -> Rule:
 
 
 def squeezed(one: Shaped) -> DimensionRule | None:
-    """The result has the operand's shape, or lacks the dimension of size 1 that is argument 1; None if that argument is
-    no integer."""
+    """Return the rule of a squeeze: the result has the operand's shape, or lacks the dimension that is argument 1. None
+    if that argument is no integer."""
     x, y = one.operand(0), one.results[0]
     if one.shape(x) == one.shape(y):
         return pointwise(one)
@@ -217,8 +221,8 @@ def squeezed(one: Shaped) -> DimensionRule | None:
 
 
 def gathered(one: Shaped) -> DimensionRule | None:
-    """The op moves numbers along one dimension, argument 1, as indices say. Other dimensions belong together if all
-    tensors have the same size; None if ranks differ."""
+    """Return the rule of an op that moves numbers along one dimension, argument 1, as indices say. Other dimensions
+    belong together if all tensors have the same size; None if ranks differ or are 0."""
     shapes = [one.shape(v) for v in (*one.operands, *one.results)]
     rank = len(shapes[0])
     if not rank or any(len(shape) != rank for shape in shapes):
@@ -230,7 +234,8 @@ def gathered(one: Shaped) -> DimensionRule | None:
 
 
 def indexed(one: Shaped) -> DimensionRule | None:
-    """One tensor of indices takes the place of a dimension; None if several do, or if the operand is its own index."""
+    """Return the rule of an index in which one tensor takes the place of a dimension; None if several do, or if the
+    operand is its own index."""
     x, given = one.operand(0), [at for at, i in enumerate(one.call.args[1]) if i is not None]
     if len(given) != 1:
         return None
@@ -303,7 +308,7 @@ def product(text: str) -> Rule:
 
 
 def embedding(one: Shaped) -> DimensionRule:
-    """Each index has one row of the weight."""
+    """Return the rule of an embedding, split along its indices: each has one row of the weight."""
     weight, indices = one.operand(0), one.operand(1)
     rows: Labels = tuple(range(len(one.shape(indices))))
     labels = {weight: ("row", "feature"), indices: rows, one.results[0]: (*rows, "feature")}
@@ -311,8 +316,8 @@ def embedding(one: Shaped) -> DimensionRule:
 
 
 def embedding_backward(one: Shaped) -> DimensionRule | None:
-    """The gradient of the weight is a sum over indices. None if each index is scaled by its frequency in the whole
-    batch."""
+    """Return the rule of an embedding's backward, whose result is a sum over indices. None if each index is scaled by
+    its frequency in the whole batch."""
     gradient, indices = one.operand(0), one.operand(1)
     if one.argument(4):  # scaled by the frequency of each index in the whole batch
         return None

@@ -17,7 +17,7 @@ def _fixed_in_convolution(one: Shaped, weight: str, at: int) -> frozenset[int | 
 
 
 def convolution(one: Shaped) -> DimensionRule:
-    """A convolution is split along images, and along pixels if each pixel is computed alone."""
+    """Return the rule of a convolution: it is split along images, and along pixels if each pixel is computed alone."""
     x, weight, y = one.operand(0), one.operand(1), one.results[0]
     pixels: Labels = tuple(range(1, len(one.shape(x)) - 1))
     labels: dict[str, Labels] = {x: ("n", "in", *pixels), y: ("n", "out", *pixels)}
@@ -26,8 +26,8 @@ def convolution(one: Shaped) -> DimensionRule:
 
 
 def convolution_backward(one: Shaped) -> DimensionRule | None:
-    """Split a convolution's backward along images, and along pixels if it is pointwise; gradients of weight and bias
-    are sums. None if the output's gradient is also the input."""
+    """Return the rule of a convolution's backward: along images, and along pixels if it is pointwise; gradients of
+    weight and bias are sums. None if the output's gradient is also the input."""
     gradient, x, weight = (one.operand(at) for at in range(3))
     if gradient == x:
         return None

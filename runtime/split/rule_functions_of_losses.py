@@ -24,8 +24,8 @@ MEAN, TOTAL = 1, 2
 
 
 def class_loss(one: Shaped) -> DimensionRule:
-    """The mean or sum over rows of negative logarithms of probabilities. Both results are computed from those of all
-    rows."""
+    """Return the rule of the mean or sum over rows of negative logarithms of probabilities. Both results are computed
+    from those of all rows."""
     scores, targets = one.operand(0), one.operand(1)
     rows = _rows(one, targets)
     labels: dict[str, Labels] = {targets: rows, scores: _with_classes(rows)}
@@ -36,7 +36,8 @@ def class_loss(one: Shaped) -> DimensionRule:
 
 
 def class_loss_backward(one: Shaped) -> DimensionRule:
-    """Each row's gradient depends on that row, and on the mean's divisor."""
+    """Return the rule of the backward of `class_loss`: each row's gradient depends on that row, and on the mean's
+    divisor."""
     targets = one.operand(2)
     rows = _rows(one, targets)
     labels: dict[str, Labels] = {one.operand(0): rows if one.shape(one.operand(0)) else (), targets: rows}

@@ -17,7 +17,7 @@ ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a region's axis: indices ``start`` to ``stop``; part ``at``."""
+    """One part of a region's axis: indices ``start`` to ``stop`` (exclusive); ``at``: the part's number."""
 
     region: SplitRegion
     at: int

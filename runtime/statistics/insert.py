@@ -62,11 +62,11 @@ class Layer:
     groups: int
     split: tuple[int, ...]
     order: tuple[int, ...]
-    """With ``groups`` and ``split``: how the weight becomes a matrix, as in `Factors`."""
+    """With ``groups`` and ``split``: how the weight becomes a matrix (`Factors.matrix`)."""
     sums: tuple[Sums, ...]
     """The two sums of each block of the weight's rows. There is one block, unless blocks have different inputs."""
     of_loss: bool
-    """As in `Factors`."""
+    """Whether the gradients come from the backward of the user's loss (``fisher="empirical"``)."""
 
 
 @dataclass(frozen=True)

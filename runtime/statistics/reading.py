@@ -48,9 +48,9 @@ class Patches:
     batch: int
     """The entries of the tensor's first dimension."""
     channels: int
-    """Those of all groups."""
+    """The channels of all groups."""
     groups: int
-    """Of the convolution, as are ``kernel``, ``stride`` and ``dilation``."""
+    """The groups of the convolution; ``kernel``, ``stride`` and ``dilation`` are its own, too."""
     kernel: Dims
     stride: Dims
     """Ones for a transposed convolution."""

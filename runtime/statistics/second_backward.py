@@ -1,6 +1,6 @@
 """An additional backward through a captured step, for another gradient of one of its outputs.
 
-Each copied call runs directly after the call that it repeats. Both read the same saved tensors, and none is
+Each copied call runs directly after the call that it repeats. Both read the same saved tensors, and no saved tensor is
 recomputed twice.
 """
 
@@ -95,8 +95,8 @@ class SecondBackward:
         self.behind[call.name] = own
 
     def _value(self, call: Call, name: str) -> Value:
-        """Return the second backward's counterpart of a value, with a storage of its own or, of a view, that of the
-        counterpart of what it views."""
+        """Record and return the second backward's counterpart of the result ``name`` of a call. It has a storage of its
+        own or, of a view, that of the counterpart of what it views."""
         like = self.step.values[name]
         storage = f"{like.storage}{self.suffix}"
         if call.is_view:
@@ -109,7 +109,8 @@ class SecondBackward:
         return value
 
     def _zeros(self, name: str, calls: list[Call]) -> Value:
-        """Return zeros in place of the first backward's ``name``, and append the call that makes them to ``calls``."""
+        """Record and return zeros in place of the first backward's ``name``, and append the call that makes them to
+        ``calls``."""
         fake, zero = self.step.values[name].fake, f"{name}{self.suffix}"
         calls.append(
             call_of(
@@ -155,7 +156,8 @@ def with_calls(
     behind: Mapping[str, Iterable[Call]],
     values: Mapping[str, Value],
 ) -> CapturedStep:
-    """Return a step with the calls of ``before`` and ``behind`` placed around the calls that their keys name."""
+    """Return a step with ``values`` added, and the calls of ``before`` and ``behind`` placed before and behind the
+    calls that their keys name."""
     calls: list[Call] = []
     for call in step.calls:
         calls += [*before.get(call.name, ()), call, *behind.get(call.name, ())]

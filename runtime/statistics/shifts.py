@@ -39,7 +39,7 @@ class Term:
     """One product from which the sums are computed: Σ_q x[q] x[q + shift]ᵀ over a box of positions q of the input x."""
 
     shift: tuple[int, ...]
-    """Along each spatial dimension."""
+    """The shift along each spatial dimension, in positions."""
     box: tuple[Interval, ...]
     """For each spatial dimension, the interval of q (its end is excluded). Both q and q + shift are positions of x."""
     whole: bool

@@ -21,7 +21,7 @@ Chain: TypeAlias = tuple[tuple[Call, int], ...]
 """Calls from a product to the gradient, each with the position of its result."""
 
 SAME = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default})
-"""Calls that return the numbers of their argument, except for rounding."""
+"""Ops that return their argument's numbers, perhaps rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Placement:
     split: tuple[int, ...]
     order: tuple[int, ...]
     groups: int
-    """With ``split`` and ``order``: how the parameter becomes a matrix, as in `Factors`."""
+    """With ``split`` and ``order``: how the parameter becomes a matrix (`Factors.matrix`)."""
     d_out: int
     """The number of rows of the matrix."""
     batch: BatchSplit
@@ -165,7 +165,7 @@ class _Part:
     """The dimension of the product."""
     stride: int
     size: int
-    """With ``stride``: in the product's result, in elements."""
+    """The number of entries; ``stride`` is the distance of two neighbours in the product's result, in elements."""
     summed: bool = False
     """Whether the gradient is the sum over this part."""
 

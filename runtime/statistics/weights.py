@@ -36,7 +36,7 @@ class Use:
     """One use of a weight, or of a range of its rows, by a layer of the forward."""
 
     product: Product
-    """Computes the gradient of this use."""
+    """The product that computes the gradient of this use."""
     placement: Placement
     """How the weight is viewed as the matrix that the product computes."""
 
@@ -46,7 +46,7 @@ class Block:
     """Rows of a weight that are multiplied with the same inputs, usually all. Each block has its own factors."""
 
     uses: tuple[Use, ...]
-    """In the order in which their products are computed."""
+    """The uses of these rows, in the order in which their products are computed."""
     count: int = 1
     """Into how many groups of the weight's matrix the block is divided; all of them have the same inputs."""
 
@@ -62,7 +62,7 @@ class Weight:
     split: tuple[int, ...]
     order: tuple[int, ...]
     groups: int
-    """With ``split`` and ``order``: how it becomes a matrix, as in `Factors`."""
+    """With ``split`` and ``order``: how the weight becomes a matrix (`Factors.matrix`)."""
     bias: str | None = None
     """The name of the bias that the weight's layer adds; None if there is none."""
     parts: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Weights:
                 self.skipped[part] = f"it is part of the effective weight {name}, which has statistics"
         biased = self._with_biases(found, left)
         at = {call.name: position for position, call in enumerate(step.calls)}
-        #: In the order in which the backward computes their gradients.
+        # : The weights, in the order in which the backward computes their gradients.
         self.found = sorted(biased, key=lambda w: min(at[u.product.call.name] for u in _uses(w)))
         for weight in self.found:
             self.skipped.pop(weight.bias or "", None)
@@ -317,7 +317,7 @@ def _tensor_key(step: CapturedStep, value: str, fake: torch.Tensor, kept: list[i
 
 
 def _below_rows(placement: Placement, region: RowRange) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return ``split`` and ``order`` of one row of a range of a weight's rows, as in `Factors`. None if the range has
+    """Return ``split`` and ``order`` of one row of a range of a weight's rows (`Factors.matrix`). None if the range has
     several groups or its first dimension is not that of the matrix's rows."""
     if placement.groups > 1:
         return None
