@@ -12,7 +12,7 @@ class CallCost:
     libraries keep."""
 
     time: float
-    """Microseconds."""
+    """The time of one run, in microseconds."""
     workspace: int = 0
     """Bytes that are allocated only while the call runs."""
     results: tuple[int, ...] = ()

@@ -51,7 +51,7 @@ class Value:
     """One tensor of a captured step."""
 
     name: str
-    """Its name."""
+    """The tensor's name."""
     storage: str
     """The name of its storage, which all views of it share."""
     call: str | None
@@ -195,7 +195,7 @@ class CapturedStep:
     """A training step: ATen calls in a valid order, with the inputs they read and the outputs they produce."""
 
     name: str
-    """For messages."""
+    """The step's name, for messages."""
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
     """With ``inputs``: in the order in which a compiled step takes and returns them."""
@@ -217,7 +217,7 @@ class CapturedStep:
     """Positions (as text) of outputs from which a scalar output, the loss, is computed, and whose gradients are inputs
     of the step nevertheless: an earlier backward got them."""
     open_sizes: OpenSizes | None = None
-    """What its tracked sizes are the values of; None if it has none."""
+    """The expressions whose values are the step's tracked sizes; None if it has none."""
 
     @cached_property
     def call(self) -> dict[str, Call]:
@@ -225,12 +225,12 @@ class CapturedStep:
         return {c.name: c for c in (*self.calls, *self.inverses)}
 
     def given(self, *kinds: InputKind) -> Set[str]:
-        """Return the storages of the inputs of some kinds, else of all, in order."""
+        """Return the storages of the inputs of ``kinds``, in order; of all inputs if no kind is given."""
         ends = (i for i in self.inputs if not kinds or i.kind in kinds)
         return dict.fromkeys(self.values[i.value].storage for i in ends).keys()
 
     def returned(self, *kinds: OutputKind) -> Set[str]:
-        """Return the storages of the outputs of some kinds, else of all, in order."""
+        """Return the storages of the outputs of ``kinds``, in order; of all outputs if no kind is given."""
         ends = (o for o in self.outputs if not kinds or o.kind in kinds)
         return dict.fromkeys(self.values[o.value].storage for o in ends).keys()
 
@@ -280,7 +280,8 @@ class CapturedStep:
         return tuple(dict.fromkeys(v.fake.device for v in self.values.values()))
 
     def drawing_device(self, call: Call) -> torch.device:
-        """Return the device whose generator a random call uses: its first tensor's, else the step's main device."""
+        """Return the device whose generator a random call uses: that of its first result, or the step's main device if
+        it returns no tensor."""
         return next((self.values[r].fake.device for r in call.made), self.device)
 
     @cached_property

@@ -259,5 +259,5 @@ def replicating() -> DistributedDataParallel | None:
 
 
 def replicated_parameters(wrapper: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients are reduced, if they have any."""
+    """Return the wrapper's parameters, whose gradients, if any, are averaged over its processes."""
     return list(wrapper._module_parameters)

@@ -18,7 +18,8 @@ DEEPEST = 24
 class KnownValues:
     """The real tensors of a captured step's values that depend on parameters, buffers and constants alone, computed on
     demand and cached. Unknown are parameters and buffers that ``named`` lacks, and results of random calls and
-    collectives. So are results of more than `LARGEST_CONSTANT` elements, or of more than `DEEPEST` calls in a chain."""
+    collectives. So are results of more than `LARGEST_CONSTANT` elements, or of more than `DEEPEST` calls in a chain. A
+    value found unknown stays unknown."""
 
     def __init__(self, step: CapturedStep, named: Mapping[str, torch.Tensor]) -> None:
         self.step = step

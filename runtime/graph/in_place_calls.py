@@ -28,7 +28,7 @@ def as_run(call: Call) -> Call:
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where in its storage a tensor has its elements."""
+    """Return a tensor's strides and offset, which say where in its storage its elements are."""
     return tensor.stride(), tensor.storage_offset()
 
 

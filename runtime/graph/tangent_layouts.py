@@ -1,7 +1,7 @@
 """Adapting a backward to gradients of outputs whose strides differ from those at capture.
 
 A copy to other strides could change the last bits, so the backward uses the strides that arrive and repeats eager
-mode's choices by strides. It records all strides (`Notes`), to be compiled for them.
+mode's choices by strides. It records all strides (`Notes`), so that it can be compiled for them.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ SizeValues = Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class OpenSizes:
-    """What the tracked sizes of a step are the values of."""
+    """The expressions whose values are the tracked sizes of a step."""
 
     expressions: Mapping[Any, int]
     """The position of each SymPy expression. The batch's sizes, which are the symbols in them, are there, too."""
     values: SizeValues
-    """Their values for the batch of the step."""
+    """The values of the expressions for the batch of the step, by position."""
 
 
 class TrackedSize(int):
@@ -42,7 +42,7 @@ class TrackedSize(int):
 
 
 def track(fake: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> None:
-    """Remember which expressions the sizes and strides of a fake tensor are the values of."""
+    """Attach to a fake tensor its tracked sizes and strides; do nothing if none is tracked."""
     if any(type(size) is TrackedSize for size in (*shape, *stride)):
         fake.tracked = tuple(shape), tuple(stride)  # type: ignore[attr-defined]
 

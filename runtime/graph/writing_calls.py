@@ -116,7 +116,7 @@ class NewTensor:
     function writes into it."""
 
     at: int
-    """Its position among those of the `WritingCall`."""
+    """The tensor's position among those of the `WritingCall`."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype

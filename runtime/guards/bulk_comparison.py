@@ -15,16 +15,15 @@ _MOST_PICKS = 64
 
 
 class Namespaces(list[Any]):
-    """A list of namespaces that never changes. It remembers what each function picks from it, for tables with many
-    rows."""
+    """A list of namespaces that never changes. It remembers what each function has picked from it (`pick`)."""
 
     def __init__(self, namespaces: Iterable[Any]) -> None:
         super().__init__(namespaces)
         self._picked: dict[Pick, tuple[Any, ...]] = {}
 
     def pick(self, items: Pick) -> tuple[Any, ...]:
-        """Return ``items(self)``, computed once for each function ``items``. All are forgotten when `_MOST_PICKS`
-        functions are remembered."""
+        """Return ``items(self)``, computed once for each function ``items``. All results are forgotten when
+        `_MOST_PICKS` functions are remembered."""
         found = self._picked.get(items)
         if found is None:
             if len(self._picked) >= _MOST_PICKS:  # also those of guards that are no longer in use
@@ -42,8 +41,8 @@ def picked(keys: Sequence[Any]) -> Pick:
 
 class Table:
     """What was found by name in several places, such as the ``__dict__`` of modules, to be compared with what is there
-    later. ``rows``: by a place's position, its values by name. ``absent``: names that a place must lack. ``fetch``: how
-    a name is looked up in a place."""
+    later. ``rows``: each place's position, and its values by name. ``absent``: names that a place must lack. ``fetch``:
+    how a name is looked up in a place."""
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ def named_in(code: CodeType) -> Names:
 
 @cache
 def variables_in(code: CodeType) -> Names:
-    """Return the globals that a code object and its nested functions read or set; with ``globals()``, all strings."""
+    """Return the globals that a code object and its nested functions read or set; of code that calls ``globals()``, all
+    strings, too."""
     inner = (variables_in(const) for const in code.co_consts if isinstance(const, CodeType))
     named = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_VARIABLES)
     looked_up = strings_in(code) if "globals" in code.co_names else ()

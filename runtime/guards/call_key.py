@@ -46,8 +46,8 @@ device, and which kernels are enabled. Context managers change some of these set
 
 def check_modes(name: str) -> None:
     """Raise `ModelError` inside of torch.func's transforms, forward-mode derivatives and users' modes that change
-    functions. Modes of PyTorch and of this package, such as a device's context, are accepted. ``name``: of the module
-    that is called."""
+    functions. Modes of PyTorch and of this package, such as a device's context, are accepted. ``name``: the called
+    module's name, for the message."""
     if peek_interpreter_stack() is not None or forward_mode_level() >= 0:
         raise ModelError(
             f"{name} is planned for the backward of a loss; for torch.func's transforms and forward-mode derivatives, "

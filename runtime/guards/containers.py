@@ -98,7 +98,7 @@ def unchanged_content(container: Any, was: Any) -> bool:
 
 def refill(container: Any, was: Any) -> None:
     """Give a container, in place, the content ``was``, in the form that `content` returns, not None. An array must have
-    its shape."""
+    the shape of ``was``."""
     if isinstance(container, np.ndarray):
         container[...] = was
         return

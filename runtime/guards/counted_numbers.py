@@ -65,7 +65,7 @@ class Counting:
     """What the present trace of a forward has done with counted numbers."""
 
     comparisons: list[Comparison] = field(default_factory=list)
-    """In order."""
+    """The comparisons of counted numbers, in order."""
     revealed: set[Variable] = field(default_factory=set)
     """The variables on whose values the graph may depend in any way."""
 

@@ -38,7 +38,7 @@ ADVANCING = frozenset(
         *(ATEN.cauchy_, ATEN.normal, ATEN.multinomial),
     }
 )
-"""Ops that draw as many numbers for any values of their arguments."""
+"""Ops that draw the same number of random numbers whatever the values of their arguments are."""
 
 
 def repeated(

@@ -84,9 +84,10 @@ class _Shelf:
     named: bool = True
     """Whether code that was examined reads them by these names; not true of the arguments of library functions."""
     wanted: set[str] = field(default_factory=set)
-    """Of an object's attributes, the names that code may look up."""
+    """The names that code may look up, of global variables and of attributes of objects."""
     absent: set[str] = field(default_factory=set)
-    """Those of them that the object itself does not have, but its class, or that a string names (``hasattr``)."""
+    """The wanted names that are missing: of global variables, and of attributes that the class has or a string names
+    (``hasattr``)."""
 
 
 class GlobalReads:
@@ -107,7 +108,9 @@ class GlobalReads:
         """Containers met, and the arguments. Objects in them have other names in code that reads their attributes."""
         self.generators: dict[int, Any] = {}
         """By id, the random number generators that the code refers to."""
-        self.walked = {id(vars(module)) for module in modules}  # which a planned module shares with its model
+        self.walked = {
+            id(vars(module)) for module in modules
+        }  # of their attributes, which a planned module shares with its model
         self.kinds = dict.fromkeys(map(type, modules))
         self.own = packages_of(modules)
         for kind in self.kinds:
@@ -315,7 +318,8 @@ def _positional(bound: partial[Any]) -> dict[str, Any]:
 
 
 def _variable(name: str) -> str | None:
-    """Return an environment variable, an unchanged text as the same object, or None."""
+    """Return an environment variable's text, as the same object while it is unchanged; None if the variable is not
+    set."""
     # `os.environ` makes a new string at each access, and changes are found by identity.
     text = os.environ.get(name)
     return None if text is None else sys.intern(text)

@@ -55,7 +55,8 @@ class ModuleState:
     """Classes and modes of all modules, hooks of submodules, names and properties, without values, of tensors."""
 
     def check_parametrizations(self, name: str) -> None:
-        """Raise `UsageError` in a block that caches parametrizations if there are any. ``name``: of the module."""
+        """Raise `UsageError` if the module has parametrizations and is called in a block that caches them. ``name``:
+        the module's name, for the message."""
         if parametrizations_are_cached() and any(
             "parametrizations" in a["_modules"] for a in self.attributes
         ):

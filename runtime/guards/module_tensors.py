@@ -46,7 +46,8 @@ class ModuleTensors:
         return found
 
     def restore(self) -> None:
-        """Undo the changes of buffers that `changes` returns, and keep them for `redo`."""
+        """Undo the changes of buffers that `changes` returns: delete those added, and keep the new tensors of those
+        replaced for `redo`."""
         self.undone = []
         for now, (buffers, _, _) in zip(self.modules, self.before, strict=True):
             for name, tensor in list(now["_buffers"].items()):
@@ -57,7 +58,7 @@ class ModuleTensors:
                     now["_buffers"][name] = buffers[name]
 
     def redo(self) -> None:
-        """Give the modules again the new tensors of the buffers that `restore` gave the old ones. A backward may read
+        """Give the buffers that `restore` set back to their old tensors the new ones again. A backward may read
         them."""
         for buffers, name, tensor in self.undone:
             buffers[name] = tensor

@@ -18,11 +18,12 @@ class Namespace:
     place: Place
     values: Any
     before: dict[str, Any]
-    """By name; `UNSET` where there was none and the forward may set one."""
+    """The values before the forward, by name; `UNSET` where there was none and the forward may set one."""
     owner: Owner | None = None
     """The module or record whose attributes they are; None for others."""
     uses: Callable[[str], Collection[str]] | None = None
-    """Returns the uses of a name in all functions' bytecode, if accesses are not recorded while the forward runs."""
+    """Returns the uses of a name in all functions' bytecode. None if accesses are recorded while the forward runs, or
+    if code reaches the values by other names."""
     key: int = 0
     """The id of the namespace."""
     left_out: frozenset[str] | set[str] = frozenset()

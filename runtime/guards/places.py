@@ -145,6 +145,6 @@ class SharedRecord:
     """A record that a forward read, at positions which a guard checks to still have one and the same object."""
 
     kind: type
-    """Its class."""
+    """The record's class."""
     owners: tuple[Owner, ...]
     """All positions at which it was found, each as a module's position and a path of attributes."""

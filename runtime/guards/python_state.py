@@ -49,7 +49,8 @@ FRESH = "fresh"
 
 @dataclass
 class _Alias:
-    """One alias to a changed container: the name in a namespace whose value is the container, or has it inside."""
+    """One alias to a changed container: a ``name`` in namespace number ``at``, whose value is the container
+    (``direct``) or has it inside."""
 
     at: int
     name: str
@@ -80,7 +81,7 @@ class PythonState:
     unguarded: set[tuple[int, str]] = field(default_factory=set)
     guarded: set[tuple[int, str]] = field(default_factory=set)
     settled: set[tuple[int, str]] = field(default_factory=set)
-    """Of the guarded names, those that are set to what they were: a list that is made again of the same entries."""
+    """The names that are set to what they were: a list that is made again of the same entries."""
     filled: set[tuple[int, str]] = field(default_factory=set)
     """Of the unguarded names, those that were None, are compared with None alone, and are set to something else."""
     conditions: list[Any] = field(default_factory=list)
@@ -262,8 +263,8 @@ class PythonState:
         return plain(value)
 
     def path_of(self, at: int, name: str) -> tuple[int | None, str]:
-        """Return the module that has a name of namespace ``at``, None for a variable outside, and the path of
-        attributes to it."""
+        """Return the position of the module that has a name of namespace ``at``, None for a variable outside, and the
+        path of attributes to the name."""
         owner = self.namespaces[at].owner
         return (None, name) if owner is None else (owner[0], ".".join((*owner[1], name)))
 
@@ -284,7 +285,7 @@ class PythonState:
     def of_shelves(self) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
         """Return two mappings from ids of namespaces to changed names: those of variables that a guard checks, and
         those that it does not check. The second also has the attributes of `of_holders`, and the keys of dictionaries
-        in it."""
+        that are values of unchecked names."""
         guarded: dict[int, set[str]] = {}
         unguarded: dict[int, set[str]] = {}
         for names, found in ((self.guarded, guarded), (self.unguarded, unguarded)):

@@ -43,7 +43,7 @@ def reached(value: Any, seen: set[int], known: Collection[int] = ()) -> Iterator
 
 def _parts(one: Any) -> list[Any]:
     """Return what an object refers to: items of a container, arguments of a partial function, the object of a method,
-    attributes of an object that `_is_open`."""
+    attributes of an object whose class `_is_open`."""
     if isinstance(one, MappingProxyType):
         return list(one.values())
     if isinstance(one, _METHODS):

@@ -22,7 +22,7 @@ class Write:
     name: str
     how: str
     """What is stored: "set" the value, "refill" its content, "add" items, "count" ``expression``, "number" from the
-    step, "remove" nothing."""
+    step. "remove" deletes the name."""
     expression: Expression = None
     read: bool = False
     """Whether the forward reads what it changes, so that its graph may be another one in the next call."""
@@ -52,7 +52,7 @@ class IsNone:
     place: Place
     name: str
     none: bool
-    """Whether it was None."""
+    """Whether the value was None when the forward was traced."""
 
     def holds(self, attributes: Attributes) -> bool:
         """Return whether the value is None as before. ``attributes``: the ``__dict__`` of each module, by position."""

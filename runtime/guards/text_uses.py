@@ -67,7 +67,7 @@ class _Source:
     def __init__(self, tree: ast.Module) -> None:
         self.parents: dict[ast.AST, ast.AST] = {}
         self.at: dict[tuple[int | None, ...], list[ast.AST]] = {}
-        """The nodes by their first and last line, and first and last column."""
+        """The expressions by their first and last line, and first and last column."""
         for node in ast.walk(tree):
             self.parents.update(dict.fromkeys(ast.iter_child_nodes(node), node))
             if isinstance(node, ast.expr):

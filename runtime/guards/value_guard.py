@@ -39,7 +39,7 @@ class RecordedCall:
     reads: frozenset[int]
     """The storages that the call reads, each by the number of the first tensor in it."""
     touches: frozenset[int]
-    """The storages that it allocates, views or writes, likewise."""
+    """The storages that the call allocates, views or writes, each by the number of the first tensor in it."""
     expected: Any
     """The result, if the forward decided by it; else `UNDECIDED`."""
     draws: torch.device | None = None
@@ -146,7 +146,7 @@ def unchanged(value: Any) -> Any:
 def executed(
     entries: Iterable[RecordedCall], known: dict[int, torch.Tensor], now: Callable[[Any], Any] = unchanged
 ) -> Iterator[tuple[RecordedCall, Any]]:
-    """Execute recorded calls again and yield each with its result. ``known``: by place, the tensors that calls take;
+    """Execute recorded calls again and yield each with its result. ``known``: by number, the tensors that calls take;
     those that they return are added. ``now``: is applied to the arguments, for symbolic sizes."""
     for e in entries:
         args = [known[a.place] if type(a) is TensorNumber else _filled(a, known) for a in now(e.args)]
