@@ -28,7 +28,7 @@ from rematplan.ir import InfeasibleBudget, show_bytes
 from rematplan.models import ZOO, build, example_inputs
 from rematplan.module.verification import same_bits
 from rematplan.runtime.costs.measure import bytes_of, peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
 BATCH = 16

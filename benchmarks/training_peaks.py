@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rematplan.runtime.costs.measure import bytes_of, peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 
 def training_peak(model: nn.Module, inputs: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:

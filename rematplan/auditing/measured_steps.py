@@ -15,7 +15,7 @@ from rematplan.auditing.step_runs import Step, restored
 from rematplan.plan_any_module import plan_module
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.runtime.costs.measure import bytes_of, peak_above_entry, release_libraries, wall_seconds
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 ROUNDS = 3
 """The number of timed steps, after an untimed one; the fastest counts."""

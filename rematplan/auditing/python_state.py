@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from rematplan.module.verification import same_bits
-from rematplan.runtime.capture.restore_state import STANDARD_CONTAINERS
+from rematplan.runtime.capture.restore_state import STANDARD_CONTAINERS, containers_below
 from rematplan.runtime.graph.generator_states import state_of, states_restored
 from rematplan.runtime.guards.attributes import is_record
 from rematplan.runtime.guards.containers import refill
@@ -221,12 +220,11 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
     """Restore what the holders hold after the block: their values, and the content of containers, tensors and random
     generators among them."""
     values = [(holder, holder.read()) for holder in holders]
-    containers: dict[int, tuple[Any, Any]] = {}
+    containers = containers_below(value for _, namespace in values for value in namespace.values())
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     generators: dict[int, Any] = {}
     for _, namespace in values:
         for key, value in namespace.items():
-            _containers(value, containers)
             for _, leaf in leaves(key, value):
                 if isinstance(leaf, torch.Tensor):
                     tensors[id(leaf)] = leaf, leaf.detach().clone()
@@ -238,7 +236,7 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
     finally:
         for holder, was in values:
             holder.write(was)
-        for container, content in containers.values():
+        for container, content in containers:
             refill(container, content)
         for tensor, kept in tensors.values():
             if tensor.dtype != kept.dtype or tensor.shape != kept.shape:
@@ -246,12 +244,3 @@ def same_state(holders: list[Holder]) -> Iterator[None]:
             elif not same_bits(tensor.detach(), kept):
                 with torch.no_grad():
                     tensor.copy_(kept)
-
-
-def _containers(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    if type(value) in STANDARD_CONTAINERS and id(value) not in found:
-        found[id(value)] = value, copy.copy(value)
-    elif type(value) is not tuple:
-        return
-    for one in value.values() if isinstance(value, dict) else value:
-        _containers(one, found)

@@ -11,7 +11,6 @@ from torch import nn
 
 from rematplan.ir import ProblemError, UsageError
 from rematplan.module.cached_plans import CacheEntry
-from rematplan.module.captures import ReadyCapture
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.plan_report.report import Report, report, subject_of
@@ -281,10 +280,7 @@ def _last(planned: HasRunner) -> CacheEntry:
     return runner.last
 
 
-def capture_of(
-    planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[ReadyCapture, CapturedStep]:
-    """Return a planned module's capture for these arguments, with which another planned module of its model can begin,
-    and the step before planning."""
+def captured_step(planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
+    """Return the captured step of a planned module for these arguments, before planning."""
     found = Planning(planned)._planned
     return found._rematplan.captured(found._rematplan_original(), args, kwargs)

@@ -36,7 +36,6 @@ from rematplan.runtime.capture.flat_module import (
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.patches.fake_layouts import distrust
 from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_hooks
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.execute.first_run import OtherNumbers, OtherResults
 from rematplan.runtime.graph.captured_step import CapturedStep
@@ -46,6 +45,7 @@ from rematplan.runtime.graph.compat import (
     get_tracing_state,
     pytree,
 )
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.insert import with_statistics
 from rematplan.runtime.statistics.options import Kronecker
@@ -276,14 +276,11 @@ class Runner:
         call = self._tracing(original, args, kwargs)
         self.prepared = call.key, _shapes(call)
 
-    def captured(
-        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[ReadyCapture, CapturedStep]:
-        """Return the capture for these arguments, and its step as it is planned without statistics."""
+    def captured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedStep:
+        """Return the captured step for these arguments, as it is planned without statistics."""
         with LOCK.alone(), torch.inference_mode(False), torch.enable_grad():
-            tracing = self._tracing(original, args, kwargs)
-            found = self.captures.captured(tracing)
-            return ReadyCapture(tracing.key, found), with_expected_tangents(found.step, self.arrived)
+            found = self.captures.captured(self._tracing(original, args, kwargs))
+            return with_expected_tangents(found.step, self.arrived)
 
     def _takes_statistics(self, recorder: Recorder, entry: CacheEntry, state: guards.ModuleState) -> bool:
         parameters = [t for t in state.named.values() if t.requires_grad]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from rematplan.ir import TrainingGraph, UnfitSizes, UsageError
-from rematplan.module.plan_access import capture_of
+from rematplan.module.plan_access import captured_step
 from rematplan.module.shape_options import Axis, ShapeOptions
 from rematplan.planner.auto.auto_strategy import Auto
 from rematplan.plans.options import RAISE
@@ -60,7 +60,7 @@ def prove_ranges(
             made.add(size)
             if len(made) > MOST_STEPS:
                 raise _TooMany
-            return capture_of(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))[1]
+            return captured_step(planned, *shapes.call_of_sizes(model, args, kwargs, {**fixed, axis: size}))
 
         name, sizes = _named(axis, fixed), shapes.usual(axis)
         try:

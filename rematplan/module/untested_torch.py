@@ -74,13 +74,6 @@ def _different(
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
             return name
-        close = (
-            torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True) if tolerance else False
-        )
-        if not close and not _equal_with_nan(one, other):
+        if not torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True):
             return name
     return ""
-
-
-def _equal_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -36,9 +36,9 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import stage_problem, whole_outputs
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import MODEL, CapturedStep
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.problem.loss_memory import COPIES
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.compat import TorchDispatchMode, profiler_enabled, pytree
+from rematplan.runtime.graph.tensor_storages import storages_in
 
 _CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._largest = 0
         self._paused = False
-        self._counted = {_key(storage) for one in known for storage in _storages(one)}
+        self._counted = {*storages_in([*known])}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and, unless paused, count the storages that it returns. ``peak`` rises to the bytes before it plus
@@ -54,19 +54,18 @@ class LiveBytes(TorchDispatchMode):
 
     def count(self, tensors: Any) -> None:
         """Count the storages of a pytree's tensors, unless they are counted already, until they are freed."""
-        for one in pytree.tree_leaves(tensors):
-            for storage in _storages(one) if isinstance(one, torch.Tensor) else ():
-                if (key := _key(storage)) not in self._counted:
-                    bytes_ = allocated(storage.nbytes(), storage.device)
-                    self._counted.add(key)
-                    self.live += bytes_
-                    self.peak, self._largest = max(self.peak, self.live), max(self._largest, bytes_)
-                    weakref.finalize(storage, self._freed, key, bytes_).atexit = False
+        for key, storage in storages_in(tensors).items():
+            if key not in self._counted:
+                bytes_ = allocated(storage.nbytes(), storage.device)
+                self._counted.add(key)
+                self.live += bytes_
+                self.peak, self._largest = max(self.peak, self.live), max(self._largest, bytes_)
+                weakref.finalize(storage, self._freed, key, bytes_).atexit = False
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Never count a tensor's storage."""
-        for storage in _storages(tensor):
-            self._counted.add(key := _key(storage))
+        for key, storage in storages_in(tensor).items():
+            self._counted.add(key)
             weakref.finalize(storage, self._counted.discard, key).atexit = False
 
     def peak_since(self) -> int:
@@ -97,13 +96,4 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes that the allocator gives to the storages of tensors, each once, also inside of subclasses."""
-    every = {_key(one): allocated(one.nbytes(), one.device) for t in tensors for one in _storages(t)}
-    return sum(every.values())
-
-
-def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    return [one.untyped_storage() for one in plain_tensors(tensor)]
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    return int(storage._cdata)
+    return sum(allocated(one.nbytes(), one.device) for one in storages_in([*tensors]).values())

@@ -39,9 +39,9 @@ from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.capture.hidden_tensors import hides_tensors
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
 from rematplan.runtime.execute.compile import named_tensors, tensors_in_step
 from rematplan.runtime.graph.captured_step import MODEL
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 from rematplan.runtime.graph.warn import warn
 
 ANEW = "it had another graph in many calls, each with a capture"

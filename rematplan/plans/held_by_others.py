@@ -14,8 +14,9 @@ from torch import nn
 
 from rematplan.ir import UsageError
 from rematplan.plans.budgets import parse_budget
-from rematplan.runtime.costs.optimizer_memory import optimizer_memory, plain_tensors
+from rematplan.runtime.costs.optimizer_memory import optimizer_memory
 from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.tensor_storages import storages_in
 
 GRADIENTS = "gradients"
 """The item of `Reserved` that stands for gradients of earlier backwards, to which a step adds its own."""
@@ -102,14 +103,13 @@ class Reserved:
                 always, stepping = always + memory.to_come, max(stepping, memory.transient)
             elif isinstance(item, nn.Module):
                 tensors += (*item.parameters(), *item.buffers())
-        ours = {_storage(t) for one in model.values() for t in plain_tensors(one)}
-        others = {
-            key: allocated(t.untyped_storage().nbytes(), device)
-            for one in tensors
-            for t in plain_tensors(one)
-            if t.device == device and (key := _storage(t)) not in ours
-        }
-        return OtherBytes(always + sum(others.values()), stepping)
+        ours = storages_in([*model.values()])
+        others = (
+            allocated(storage.nbytes(), device)
+            for key, storage in storages_in(tensors).items()
+            if storage.device == device and key not in ours
+        )
+        return OtherBytes(always + sum(others), stepping)
 
     def __reduce__(self) -> Any:
         """Return what pickling and copying store: numbers, text, and the bytes, counted now, of optimizers, modules and
@@ -161,7 +161,3 @@ def _bytes(stated: str | Integral) -> int:
         if (bytes_ := parse_budget(str(stated)).fixed) is not None:
             return bytes_
     raise UsageError(f"reserved: {stated!r} is not a number of bytes; write 1GiB, 512MB or a whole number")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -16,11 +16,13 @@ from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
     Value,
+    free_name,
     refs,
     single_call,
     substitute,
 )
 from rematplan.runtime.graph.compat import disable_current_modes
+from rematplan.runtime.graph.storage_slices import has_strides
 
 CLONE = torch.ops.aten.clone.default
 PERMUTE = torch.ops.aten.permute.default
@@ -103,9 +105,7 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
             # expanded one.
             or (of is not None and not _has_layout_of(value.fake, of))
         ):
-            name = re.sub(r"\W", "_", f"own_{output.kind}_{output.target}")
-            while name in values:
-                name += "_"
+            name = free_name(re.sub(r"\W", "_", f"own_{output.kind}_{output.target}"), values)
             calls, made = _copy(value, name, of, "gradient" in output.kind)
             copies.setdefault(value.call, []).extend(calls)
             values |= {one.name: one for one in made}
@@ -121,9 +121,7 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
 def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether autograd stores ``gradient`` as the ``.grad`` of ``parameter`` without a copy, by
     ``AccumulateGrad``'s layout contract."""
-    # The strides of a dense parameter, else those of a contiguous tensor. Dimensions of size 1 do not count.
-    strides = zip(gradient.shape, gradient.stride(), _dense_strides(parameter), strict=True)
-    return all(size == 1 or own == other for size, own, other in strides)
+    return has_strides(gradient, _dense_strides(parameter))
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:

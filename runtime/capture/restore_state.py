@@ -166,10 +166,17 @@ def _holders(module: nn.Module) -> list[tuple[str, Any]]:
 def _contents(holder: Any) -> list[tuple[Any, Any]]:
     """Return pairs of a container and a shallow copy of it, for each list, dictionary, set or deque in an object's
     attributes, nested ones included, and for the object itself if it is a list or dictionary."""
-    found: dict[int, tuple[Any, Any]] = {}
+    found = containers_below(holder.__dict__.values())
     if isinstance(holder, (dict, list)):
-        found[id(holder)] = holder, {**holder} if isinstance(holder, dict) else [*holder]
-    todo = list(holder.__dict__.values())
+        found.append((holder, {**holder} if isinstance(holder, dict) else [*holder]))
+    return found
+
+
+def containers_below(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return pairs of a container and a shallow copy of it, for each of `STANDARD_CONTAINERS` in ``values``, nested
+    ones included."""
+    found: dict[int, tuple[Any, Any]] = {}
+    todo = list(values)
     while todo:
         value = todo.pop()
         if type(value) in STANDARD_CONTAINERS and id(value) not in found:

@@ -17,8 +17,8 @@ from rematplan.runtime.capture.restore_state import (
     same_draws,
     same_gradients,
 )
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
-from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode, pytree
+from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode
+from rematplan.runtime.graph.tensor_storages import storages_in
 
 
 @contextmanager
@@ -57,13 +57,13 @@ class SameContents(TorchDispatchMode):
         the statement. Note the storages that it creates."""
         del types
         kwargs = kwargs or {}
-        for storage in _written(func, args, kwargs):
-            if (key := _key(storage)) not in self._made and key not in self._before:
+        for key, storage in storages_in(_written(func, args, kwargs)).items():
+            if key not in self._made and key not in self._before:
                 self._before[key] = storage, storage.clone()
         result = func(*args, **kwargs)
-        given = {_key(storage) for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
-            if (key := _key(storage)) not in given and key not in self._made:
+        given = storages_in((args, kwargs))
+        for key, storage in storages_in(result).items():
+            if key not in given and key not in self._made:
                 self._made.add(key)
                 weakref.finalize(storage, self._made.discard, key).atexit = False
         return result
@@ -79,30 +79,20 @@ class SameContents(TorchDispatchMode):
                 tensor.data = was_view
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that an op writes, as its schema says. An op of higher order, such as `torch.cond`, has no
-    schema, and may write all its arguments."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an op writes, as its schema says. An op of higher order, such as `torch.cond`, has no
+    schema, and may write all of them."""
     if not isinstance(func, OpOverload):
-        yield from _storages((args, kwargs))
-        return
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _storages(args[at] if at < len(args) else kwargs.get(argument.name))
-
-
-def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
-    for one in pytree.tree_leaves(tensors):
-        if isinstance(one, torch.Tensor):
-            for plain in plain_tensors(one):
-                yield plain.untyped_storage()
+        return [args, kwargs]
+    return [
+        args[at] if at < len(args) else kwargs.get(argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _moved(tensor: torch.Tensor, was: torch.Tensor) -> bool:
     """Return whether a tensor has another storage, type or form than before."""
     if tensor.dtype != was.dtype or tensor.shape != was.shape or tensor.stride() != was.stride():
         return True
-    return [*map(_key, _storages(tensor))] != [*map(_key, _storages(was))]
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    return int(storage._cdata)
+    return storages_in(tensor).keys() != storages_in(was).keys()

@@ -8,7 +8,6 @@ tests/runtime/costs/test_optimizer_bytes.py measures them again.
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,6 +20,7 @@ from rematplan.ir import UsageError
 from rematplan.runtime.costs.measure import peak_above_entry, unprofiled
 from rematplan.runtime.costs.optimizer_trial import Trial, try_steps
 from rematplan.runtime.graph.allocator_rounding import allocated
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 Group: TypeAlias = Mapping[str, Any]
 """One of an optimizer's ``param_groups``: options by name."""
@@ -97,30 +97,6 @@ def optimizer_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> 
             exists = sum(allocated(t.nbytes, device) for of in made.values() for t in of)
             to_come, transient = max(0, trial.kept - exists), trial.transient
     return OptimizerMemory(tuple(tensors), to_come, transient + allocated(SCALARS, device))
-
-
-SPARSE: Mapping[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
-}
-"""The methods that return the dense tensors of which a sparse one consists, by its layout."""
-
-
-def plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in an object: sparse and nested tensors, subclasses that wrap others, mappings and
-    sequences are searched recursively."""
-    if isinstance(value, torch.Tensor):
-        if value.layout in SPARSE:
-            yield from (getattr(value.detach(), part)() for part in SPARSE[value.layout])
-        elif hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                yield from plain_tensors(getattr(value, name))
-        else:
-            yield value.detach().values() if value.is_nested else value
-    elif isinstance(value, (Mapping, list, tuple, deque)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from plain_tensors(one)
 
 
 def _own_shard(p: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from rematplan.runtime.execute.in_place import overwriting_calls
 from rematplan.runtime.execute.layout_check import LayoutCheck
 from rematplan.runtime.execute.missing_tangents import ALL_USED, Unused
 from rematplan.runtime.execute.random_replay import first_draw, later_draw, replay_functions
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, free_name
 from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.kernel_of import kernel_of
 from rematplan.runtime.graph.tracked_sizes import TrackedSize, shape_of, stride_of, without_values
@@ -338,10 +338,8 @@ class Writer(Emitter):
     def name(self, value: str) -> str:
         """Return the name of a value's variable, the same at each call."""
         if value not in self.variable:
-            name = "v_" + re.sub(r"\W", "_", value)
             # Two values whose names differ only in replaced characters must not share a variable.
-            while name in self.taken:
-                name += "_"
+            name = free_name("v_" + re.sub(r"\W", "_", value), self.taken)
             self.taken.add(name)
             self.variable[value] = name
         return self.variable[value]

@@ -3,7 +3,7 @@ may share a storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -136,6 +136,13 @@ class Call:
         args, kwargs = substitute((self.args, self.kwargs), value_of)
         found = self.target(*args, **kwargs)
         return (found,) if self.single else tuple(found)
+
+
+def free_name(name: str, *taken: Container[str]) -> str:
+    """Return ``name``, with underscores after it if that is in one of ``taken``."""
+    while any(name in names for names in taken):
+        name += "_"
+    return name
 
 
 def single_call(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rematplan.runtime.graph.captured_step import CapturedStep, substitute
+from rematplan.runtime.graph.captured_step import CapturedStep
 
 LARGEST_CONSTANT = 2**20
 """The number of elements above which a value is not computed. The values that rematplan needs (scales, indices) are
@@ -51,9 +51,7 @@ class KnownValues:
         if any(t is None for t in values.values()):
             return
         with torch.no_grad():
-            found = call.target(
-                *substitute(call.args, values.__getitem__), **substitute(call.kwargs, values.__getitem__)
-            )
-        for result, tensor in zip(call.results, (found,) if call.single else found, strict=True):
+            found = call.run(values.__getitem__)
+        for result, tensor in zip(call.results, found, strict=True):
             if result:
                 self.known[result] = tensor

@@ -11,6 +11,7 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
 from rematplan.runtime.graph.compat import FakeTensor, OpOverload, pytree
+from rematplan.runtime.graph.storage_slices import has_strides
 
 ATEN = torch.ops.aten
 UNWRITTEN = frozenset(
@@ -66,7 +67,9 @@ class WritingCall:
         tensor is copied first if its strides differ from the trace's, or if it is written and its position is not in
         ``owned``. A kernel is not launched if a tensor is fake or meta."""
         own = [
-            _copied(t, stride) if (at in self.written and at not in owned) or _differ(t, stride) else t
+            _copied(t, stride)
+            if (at in self.written and at not in owned) or not has_strides(t, stride)
+            else t
             for at, (t, stride) in enumerate(zip(tensors, self.strides, strict=True))
         ]
         # A kernel's results have the layouts of the tensors into which it writes; an op has a kernel for fakes.
@@ -81,12 +84,6 @@ class WritingCall:
 
 def _copied(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
-
-
-def _differ(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor has other strides than in the trace, as the gradient of an output may."""
-    now = zip(tensor.shape, tensor.stride(), stride, strict=True)
-    return any(size > 1 and own != traced for size, own, traced in now)
 
 
 _WRITERS: list[WritingCall] = []  # a graph refers to them by position

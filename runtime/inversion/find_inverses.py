@@ -16,7 +16,7 @@ import torch
 from rematplan.ir.recoverable import recoveries
 from rematplan.planner.core.inversion_error import ROUNDING
 from rematplan.runtime.graph.call_cost import CallCost
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, single_call
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, free_name, single_call
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile
 from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
@@ -220,8 +220,6 @@ def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: in
         gain=max(w.gain for w in rules),
         noise=0.0 if exact else ROUNDING * torch.finfo(fake.dtype).eps / 2 * max(w.gain for w in rules),
     )
-    name = f"invert_{base}" + (f"_way{index + 1}" if index else "")
-    while name in step.call or name in step.values:
-        name += "_"
+    name = free_name(f"invert_{base}" + (f"_way{index + 1}" if index else ""), step.call, step.values)
     reads = tuple(Ref(r) for w in rules for r in w.reads)
     return single_call(name, inverse, reads, result=base, gain=inverse.gain, noise=inverse.noise)

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
+from rematplan.runtime.graph.captured_step import (
+    Call,
+    CapturedStep,
+    Ref,
+    Value,
+    free_name,
+    single_call,
+    substitute,
+)
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
@@ -92,16 +100,11 @@ class _Rewriter:
         source = self.values[args[0].value]
         with torch.no_grad():
             fake = target(source.fake, *args[1:])
-        call = single_call(self._free(name), target, args, is_view=True)
+        call = single_call(free_name(name, self.step.call, self.values), target, args, is_view=True)
         call = replace(call, results=(result or call.name,))
         self.values[result or call.name] = Value(result or call.name, source.storage, call.name, fake)
         self.append(call)
         return Ref(result or call.name)
-
-    def _free(self, name: str) -> str:
-        while name in self.step.call or name in self.values:
-            name += "_"
-        return name
 
     def slices(self, base: Ref, wanted: Sequence[Slice]) -> list[Ref]:
         return [
@@ -156,7 +159,10 @@ class _Rewriter:
         if straight and target is aten.cat.default:
             self.append(replace(call, target=target, args=(laid, at), kwargs={}))
             return True
-        whole = replace(single_call(self._free(f"{call.name}_whole"), target, (laid, at)), module=call.module)
+        whole = replace(
+            single_call(free_name(f"{call.name}_whole", self.step.call, self.values), target, (laid, at)),
+            module=call.module,
+        )
         self.storage[self.values[name].storage] = whole.name
         self.values[whole.name] = Value(whole.name, whole.name, whole.name, fake)
         self.append(whole)

@@ -17,8 +17,8 @@ from rematplan.runtime.graph.captured_step import (
     CapturedStep,
     Ref,
     Value,
+    free_name,
     single_call,
-    substitute,
 )
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, has_strides, within
@@ -168,8 +168,7 @@ class _Parter:
     def _copy_out(self, apart: _Apart, one: Band, name: str) -> None:
         """Add to ``apart`` the calls that copy its part ``one`` out of the storage, as a contiguous tensor ``name``."""
         base = apart.base
-        while name in self.step.call or name in self.values:
-            name += "_"
+        name = free_name(name, self.step.call, self.values)
         count = base.fake.numel() // one.period
         size, stride = [count, one.length], [one.period, 1]
         view = base.fake.as_strided(size, stride, one.start)
@@ -197,9 +196,7 @@ class _Parter:
             source = now[apart.sources[part_]]
             size, stride, offset = within(old.fake, part_)
             fake = source.fake.as_strided(size, stride, offset)
-            name = f"{value}_view"
-            while name in self.step.call or name in self.values:
-                name += "_"
+            name = free_name(f"{value}_view", self.step.call, self.values)
             maker = self.step.call[old.call or ""]
             view = single_call(
                 name, aten.as_strided.default, (Ref(source.name), size, stride, offset), is_view=True
@@ -230,11 +227,8 @@ class _Parter:
             call, last = self.step.calls[at], at
             operands = list(call.operands)
             with torch.no_grad():
-                found = call.target(
-                    *substitute(call.args, lambda name: now[name].fake),
-                    **substitute(call.kwargs, lambda name: now[name].fake),
-                )
-            for result, new in zip(call.results, (found,) if call.single else found, strict=True):
+                found = call.run(lambda name: now[name].fake)
+            for result, new in zip(call.results, found, strict=True):
                 if result is None or result in apart.tops:
                     continue
                 old = now[result]

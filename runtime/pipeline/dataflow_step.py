@@ -20,6 +20,7 @@ from rematplan.runtime.graph.captured_step import (
     StepInput,
     StepOutput,
     Value,
+    free_name,
     single_call,
 )
 from rematplan.runtime.inversion.find_inverses import with_inverses
@@ -66,9 +67,7 @@ def dataflow_step(
     moved = {i.value: i for i in step.inputs if i.kind == "tangent" or (i.kind == "batch" and not first)}
 
     def source(name: str, like: torch.Tensor) -> str:
-        own = f"{name}_handed"
-        while own in values:
-            own += "_"
+        own = free_name(f"{name}_handed", values)
         values[own] = Value(own, own, None, like)
         return own
 
@@ -109,9 +108,7 @@ def _answered(step: CapturedStep) -> CapturedStep:
         base = step.values.get(value.storage, value)
         if o.kind != "output" or not value.fake.is_contiguous() or not (is_whole(value) and is_whole(base)):
             continue
-        own = f"{o.value}_answer"
-        while own in values:
-            own += "_"
+        own = free_name(f"{o.value}_answer", values)
         values[own] = Value(own, own, None, value.fake)
         inputs.append(StepInput("answer", o.target, own))
         target = Handed.like(base.fake)

@@ -13,6 +13,7 @@ import torch
 
 from rematplan.ir import Op, TrainingGraph
 from rematplan.runtime.capture.loss_in_place import CrossEntropyBackward
+from rematplan.runtime.capture.output_storages import is_whole
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.problem.loss_boundary import OLD_BUFFERS
 from rematplan.runtime.problem.planning_problem import RNG_STATES
@@ -182,7 +183,7 @@ def _sums(
         if not isinstance(older, Ref) or not isinstance(call.args[1], Ref) or call.results[0] is None:
             return
         value = step.values[older.value]
-        if value.storage in own or value.storage not in made or not _fills_storage(value.fake):
+        if value.storage in own or value.storage not in made or not is_whole(value):
             return
         yield call.name, _places(step, call)
 
@@ -200,7 +201,3 @@ def _writes(step: CapturedStep, node: Sequence[Call]) -> Iterator[tuple[str, tup
 def _places(step: CapturedStep, call: Call) -> tuple[str, str]:
     """Return the storages of a call's first argument and of its result."""
     return step.values[call.operands[0]].storage, step.values[call.made[0]].storage
-
-
-def _fills_storage(t: torch.Tensor) -> bool:
-    return t.untyped_storage().nbytes() == t.numel() * t.itemsize

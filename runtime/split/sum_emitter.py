@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, free_name
 from rematplan.runtime.split.call_emitter import CallEmitter, CannotSplit
 from rematplan.runtime.split.regions import SplitRegion
 from rematplan.runtime.split.rule_functions import HALF, Mean
@@ -105,9 +105,7 @@ class SumEmitter(CallEmitter):
 
     def _new(self, name: str) -> str:
         """Return a name that no value has. A value may be sliced in several regions."""
-        while name in self.values:
-            name += "_"
-        return name
+        return free_name(name, self.values)
 
     def _lay_out(self, call: Call, value: str, name: str) -> None:
         """Give the whole result ``name`` the strides of the unsplit ``value``, by a view if only dimensions of size 1

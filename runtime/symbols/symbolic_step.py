@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from rematplan.runtime.graph.captured_step import (
     StepInput,
     StepOutput,
     Value,
+    free_name,
     substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
@@ -174,7 +175,7 @@ class OpenStep:
         gets ``_`` if taken."""
         taken = set(names.values())
         every = {*self.values, *(c.name for c in self.calls)}
-        new = {name: names.get(name) or _free(name, taken) for name in every}
+        new = {name: names.get(name) or free_name(name, taken) for name in every}
         new |= {v.storage: new.get(v.storage, v.storage) for v in self.values.values()}
 
         def call(one: Call) -> Call:
@@ -215,12 +216,6 @@ def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenV
             table.add(fake.storage_offset()),
         )
     return values, tuple(size for _, size in memories.values())
-
-
-def _free(name: str, taken: Iterable[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
 
 
 class _Fakes:

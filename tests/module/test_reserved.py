@@ -19,7 +19,7 @@ import rematplan
 from rematplan.ir import InfeasibleBudget, UsageError
 from rematplan.plans.held_by_others import OtherBytes, Reserved
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import plain_tensors
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 CPU = torch.device("cpu")
 WIDTH, CLASSES = 64, 10

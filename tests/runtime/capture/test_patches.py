@@ -21,10 +21,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rematplan import ModelError, plan_module
-from rematplan.runtime.capture.patches import PATCHES
 from rematplan.runtime.capture.patches.autocast_cache import casting_once
 from rematplan.runtime.capture.patches.checkpoint import without_checkpoints
 from rematplan.runtime.capture.patches.eager_kernels import native_kernels
+from rematplan.runtime.capture.patches.patched_functions import PATCHES
 from rematplan.runtime.capture.patches.size_arithmetic import OPERATIONS, sizes_computed_once
 from rematplan.runtime.capture.patches.size_types import sizes_have_plain_types
 from rematplan.runtime.capture.patches.trace_costs import only_what_is_read

@@ -12,7 +12,8 @@ from torch import nn, optim
 
 from rematplan.ir import UsageError
 from rematplan.runtime.costs.measure import peak_above_entry
-from rematplan.runtime.costs.optimizer_memory import optimizer_memory, plain_tensors
+from rematplan.runtime.costs.optimizer_memory import optimizer_memory
+from rematplan.runtime.graph.tensor_storages import plain_tensors
 
 CPU = torch.device("cpu")
 SHAPES = ((300, 200), (64, 64), (128,), (17, 33), (8, 3, 3, 3), (1000, 64))
