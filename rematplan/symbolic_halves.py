@@ -108,10 +108,7 @@ def give_sizes(module: fx.GraphModule, joint: fx.GraphModule) -> dict[str, fx.No
 
 
 def fill(
-    module: fx.GraphModule,
-    results: Sequence[Any],
-    sizes: Mapping[str, fx.Node],
-    more: Sequence[fx.Node] = (),
+    module: fx.GraphModule, results: Sequence[Any], sizes: Mapping[str, fx.Node], more: Sequence[fx.Node] = ()
 ) -> None:
     """Insert the results of a joint graph that are no tensors (sizes and constants) into a half's outputs, in place,
     and append ``more``. ``sizes``: the half's nodes of sizes, by the joint graph's names."""

@@ -12,12 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rematplan.auditing.comparison import compared, error_faults, watched
-from rematplan.auditing.compiled import (
-    compiled_anew,
-    in_eager_mode,
-    note_of_compiled,
-    unwrapped,
-)
+from rematplan.auditing.compiled import compiled_anew, in_eager_mode, note_of_compiled, unwrapped
 from rematplan.auditing.faults import Fault
 from rematplan.auditing.measured_steps import Measured, measured, planned
 from rematplan.auditing.plain_path import plain_path

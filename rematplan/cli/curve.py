@@ -9,21 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rematplan.cli.arguments import (
-    add_strategy_options,
-    check_outputs,
-    several_strategies,
-    strategy_options,
-)
+from rematplan.cli.arguments import add_strategy_options, check_outputs, several_strategies, strategy_options
 from rematplan.cli.output import Output
-from rematplan.cli.problem_source import (
-    Source,
-    add_costs,
-    add_model,
-    costs_of,
-    is_problem,
-    load,
-)
+from rematplan.cli.problem_source import Source, add_costs, add_model, costs_of, is_problem, load
 from rematplan.cli.rewriting import add_rewriting, refuse_rewriting, rewriting_options, stated_rewriting
 from rematplan.cli.size_range import draw_sizes, spanned
 from rematplan.ir import TrainingGraph, UsageError, show_bytes

@@ -120,15 +120,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             priced |= dict.fromkeys(asked_for, (step, graph))
     cuts = None if args.cuts == AUTO else tuple(args.cuts.split(","))
     asked = PipelineRequest(
-        args.schedule,
-        args.stages,
-        args.microbatches,
-        budget,
-        seconds,
-        cuts,
-        link,
-        args.overhead,
-        optimizer,
+        args.schedule, args.stages, args.microbatches, budget, seconds, cuts, link, args.overhead, optimizer
     )
     with out.progress(f"planning {loaded.step.name}") as progress:
         plan = plan_stages(priced, asked, _model(args, costs), progress)

@@ -33,8 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="compare losses, gradients and buffers bit by bit with a single process that runs the same micro-batches",
     )
     add_time_limit(
-        parser,
-        f"about how many seconds a rank may take to plan its stages; default {Auto.time_limit:.0f}",
+        parser, f"about how many seconds a rank may take to plan its stages; default {Auto.time_limit:.0f}"
     )
 
 

@@ -62,9 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     base = no_recompute(source.graph)
     error = predicted_error(loaded, plan)
     out.show(
-        *source.notes,
-        split_table(source.graph, base, plan),
-        plan_table(source.graph, plan, base, error),
+        *source.notes, split_table(source.graph, base, plan), plan_table(source.graph, plan, base, error)
     )
     report = run_plan(loaded, plan, out, args.steps, args.verify)
     out.data(plan_document(source, plan, base) | step_document(report))

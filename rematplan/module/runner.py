@@ -39,12 +39,7 @@ from rematplan.runtime.capture.patches.saved_tensors import check_saved_tensors_
 from rematplan.runtime.execute.compiled_plan import Deferred
 from rematplan.runtime.execute.first_run import OtherNumbers, OtherResults
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.compat import (
-    FakeTensor,
-    FunctionalTensor,
-    get_tracing_state,
-    pytree,
-)
+from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, get_tracing_state, pytree
 from rematplan.runtime.graph.tensor_storages import plain_tensors
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.statistics.insert import with_statistics

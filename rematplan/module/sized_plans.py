@@ -164,10 +164,7 @@ class SizedPlans:
         shapes and strides."""
         values = self.step.values
         return tuple(
-            (
-                call,
-                tuple((values[name].shape, values[name].stride) for name in call.operands),
-            )
+            (call, tuple((values[name].shape, values[name].stride) for name in call.operands))
             for call in self.step.calls
             if is_unsure(call.target, ones=False)
         )

@@ -120,12 +120,7 @@ def diagonal(factor: Tensor, damping: float, _before: Inverse | None = None) -> 
 
 
 INVERSES: Mapping[str, Make] = MappingProxyType(
-    {
-        "cholesky": cholesky,
-        "eigen": eigen,
-        "low-rank": low_rank,
-        "diagonal": diagonal,
-    }
+    {"cholesky": cholesky, "eigen": eigen, "low-rank": low_rank, "diagonal": diagonal}
 )
 """The methods of inversion, by the name that the option ``inverse`` takes."""
 

@@ -14,12 +14,7 @@ import torch
 from rematplan.optim.factor import Factor
 from rematplan.optim.layer import Layer
 
-INVERSION_COPIES: Mapping[str, float] = {
-    "auto": 3,
-    "cholesky": 3,
-    "eigen": 4,
-    "low-rank": 3,
-}
+INVERSION_COPIES: Mapping[str, float] = {"auto": 3, "cholesky": 3, "eigen": 4, "low-rank": 3}
 """The bytes that an inversion allocates at its peak, the new inverse included, divided by those of the factor as a
 dense matrix. By method."""
 INVERSION_VECTORS = 16

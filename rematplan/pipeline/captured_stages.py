@@ -89,11 +89,7 @@ class CapturedStage:
 
 
 def captured_stage(
-    stage: StageModule,
-    planner: Planner,
-    template: StagePlan,
-    place: StagePlace,
-    loss: LossMemory | None,
+    stage: StageModule, planner: Planner, template: StagePlan, place: StagePlace, loss: LossMemory | None
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem, without splits."""
     capture, captured = _captured(stage)

@@ -15,13 +15,7 @@ from rematplan.pipeline.auto_cuts import agreed, auto_cuts
 from rematplan.pipeline.captured_stages import CapturedStage
 from rematplan.pipeline.data_parallel import ALONE, DataParallel
 from rematplan.pipeline.options import parse_rank_budget
-from rematplan.pipeline.rank_plans import (
-    budget_bytes,
-    captured_part,
-    rank_plans,
-    rewritten,
-    stated_rank_plan,
-)
+from rematplan.pipeline.rank_plans import budget_bytes, captured_part, rank_plans, rewritten, stated_rank_plan
 from rematplan.pipeline.runnable_pipeline import Pipeline
 from rematplan.pipeline.schedules import MOST, schedule_of_stages
 from rematplan.planner.core.strategy import Strategy

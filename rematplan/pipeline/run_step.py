@@ -134,10 +134,7 @@ def _run(plan: StatedPipeline, rank: int, verify: bool, time_limit: float) -> Ra
     gc.collect()  # tensors of the capture that are freed during the step would lower its peak
     peak, _ = peak_above_entry(step, torch.device("cpu"))
     report = RankReport(
-        found.peak,
-        peak + sum(t.nbytes for t in states),
-        found.extra,
-        tuple(loss.item() for loss in losses),
+        found.peak, peak + sum(t.nbytes for t in states), found.extra, tuple(loss.item() for loss in losses)
     )
     if plain is None:
         return report

@@ -54,9 +54,7 @@ def schedule_named(
             )
         return ONE_STAGE[name](ranks, microbatches, hop)
     # Imported here, since torch takes seconds to load.
-    from rematplan.runtime.pipeline.action_lists import (
-        action_lists,
-    )
+    from rematplan.runtime.pipeline.action_lists import action_lists
 
     stages = ranks * (each or STAGES_A_RANK)
     return schedule_of_rows(name, stages, microbatches, action_lists(name, ranks, stages, microbatches))

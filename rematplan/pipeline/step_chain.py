@@ -117,11 +117,7 @@ def _homes(
 
 
 def _begins(
-    step: CapturedStep,
-    graph: TrainingGraph,
-    wanted: Sequence[str],
-    only: Collection[str] | None,
-    prefix: str,
+    step: CapturedStep, graph: TrainingGraph, wanted: Sequence[str], only: Collection[str] | None, prefix: str
 ) -> dict[int, str]:
     """Return, by position of its first op, the name of each module at which a block begins: the outermost modules,
     fewer than `MOST_BLOCKS`, and those of ``wanted``. Modules that other ops interrupt, or that begin the step, begin

@@ -30,12 +30,7 @@ from rematplan.plans.in_flight import (
 )
 from rematplan.plans.on_infeasible import accepts_refusals, explaining_refusals, plan_over_budget, reaction
 from rematplan.plans.options import AUTO_SPLIT, LEAST, RAISE, UNSPLIT
-from rematplan.plans.plan_searches import (
-    background_search,
-    one_lane_plan,
-    quick_plan,
-    store_key,
-)
+from rematplan.plans.plan_searches import background_search, one_lane_plan, quick_plan, store_key
 from rematplan.plans.plan_with_inverses import better_of, plan_either
 from rematplan.plans.progress import LOG, log_plan, progress_bar
 from rematplan.plans.refining import Refining, StepPlan, mapped

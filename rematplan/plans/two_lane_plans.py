@@ -29,10 +29,7 @@ def stated_sharing(strategy: Strategy) -> Sharing:
 
 
 def overlapped(
-    graph: TrainingGraph,
-    plan: Plan,
-    mode: str | None,
-    sharing: Callable[[], Sharing],
+    graph: TrainingGraph, plan: Plan, mode: str | None, sharing: Callable[[], Sharing]
 ) -> tuple[Plan, tuple[str, ...]]:
     """Return the fastest of ``plan`` and plans with inverses on two lanes, if ``mode`` asks for them, with
     `AUTO` only if they save enough time (`PAYS`). If not, return ``plan``, and a note why if ``mode`` asked.

@@ -14,14 +14,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.capture.output_storages import is_whole, with_own_outputs
-from rematplan.runtime.graph.captured_step import (
-    Call,
-    CapturedStep,
-    Ref,
-    Value,
-    single_call,
-    substitute,
-)
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
 from rematplan.runtime.graph.losses_among_outputs import in_own_losses
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.storage_slices import is_plain

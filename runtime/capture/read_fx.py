@@ -20,15 +20,7 @@ from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies, without_saved_copies
 from rematplan.runtime.capture.patches.in_place_layouts import IN_PIECE, WRITTEN
 from rematplan.runtime.capture.plain_copies import with_plain_copies
-from rematplan.runtime.graph.captured_step import (
-    Call,
-    CapturedStep,
-    Ref,
-    StepInput,
-    StepOutput,
-    Value,
-    refs,
-)
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepInput, StepOutput, Value, refs
 from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, HigherOrderOperator
 from rematplan.runtime.graph.module_names import module_name
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
@@ -54,11 +46,7 @@ SAME = frozenset(
 
 
 def read_joint_graph(
-    module: fx.GraphModule,
-    names: Mapping[str, str],
-    outputs: int,
-    name: str,
-    table: ExpressionTable | None,
+    module: fx.GraphModule, names: Mapping[str, str], outputs: int, name: str, table: ExpressionTable | None
 ) -> CapturedStep:
     """Read the joint fx graph (forward and backward) of a module as a `CapturedStep`, to which `finished` must be
     applied before it is planned. ``names``: the module's names by the tracer's. ``outputs``: how many outputs the

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rematplan.runtime.capture.restore_state import (
-    same_attributes,
-    same_buffers,
-    same_draws,
-    same_gradients,
-)
+from rematplan.runtime.capture.restore_state import same_attributes, same_buffers, same_draws, same_gradients
 from rematplan.runtime.graph.compat import OpOverload, TorchDispatchMode
 from rematplan.runtime.graph.tensor_storages import storages_in
 

@@ -121,12 +121,7 @@ class _InStages:
         return {torch.ops.aten.sum.dim_IntList: self.sum, torch.ops.aten.mean.dim: self.mean}
 
     def sum(
-        self,
-        x: torch.Tensor,
-        dims: Sequence[int],
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
+        self, x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Any:
         """Add rows over ``dims`` (empty: all) in two stages, in float32 or wider. `NotImplemented` if they are few or
         neighbours in memory, are no real numbers on a CPU, or are those of a stage."""
@@ -172,12 +167,7 @@ class _InStages:
         return torch.ops.aten.constant_pad_nd(x, missing), OPEN_PARTS
 
     def mean(
-        self,
-        x: torch.Tensor,
-        dims: Sequence[int],
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
+        self, x: torch.Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> Any:
         """Average rows over ``dims`` in two stages; `NotImplemented` where `sum` returns it."""
         kind = dtype or x.dtype

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rematplan.runtime.graph.captured_step import (
-    CapturedStep,
-)
+from rematplan.runtime.graph.captured_step import CapturedStep
 
 
 def with_phases(step: CapturedStep) -> CapturedStep:

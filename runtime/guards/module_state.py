@@ -122,11 +122,7 @@ class ModuleTree:
         distinct = self._tensors(module)
         if distinct is None:
             return None
-        kinds = [
-            type(module),
-            *map(type, self.parts),
-            *map(dict.get, self.attributes, repeat("training")),
-        ]
+        kinds = [type(module), *map(type, self.parts), *map(dict.get, self.attributes, repeat("training"))]
         named = dict(zip(self.names, distinct, strict=True))
         seen, hooked = self.seen, any(self.hooks)
         if seen is not None and not hooked and seen.kinds == kinds and seen.tensors.check(*distinct):

@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.compat import (
-    DataDependentOutputException,
-    FakeTensor,
-    FunctionalTensor,
-    pytree,
-)
+from rematplan.runtime.graph.compat import DataDependentOutputException, FakeTensor, FunctionalTensor, pytree
 from rematplan.runtime.guards.counted_numbers import Expression, expression_of, plain, variables_of
 from rematplan.runtime.guards.tensor_reads import ITEM
 from rematplan.runtime.guards.text_uses import TEXT, leaves

@@ -26,10 +26,7 @@ _FORMAT, _REPR = torch.Tensor.__format__, FunctionalTensor.__repr__
 
 
 @contextmanager
-def asked(
-    answer: Callable[..., Any],
-    number: Callable[[torch.Tensor], Any] | None = None,
-) -> Iterator[None]:
+def asked(answer: Callable[..., Any], number: Callable[[torch.Tensor], Any] | None = None) -> Iterator[None]:
     """Inside the block, let `Tensor.tolist`, `Tensor.numpy` and texts of traced tensors return ``answer(read, tensor,
     …)``, and `Tensor.item` ``number(tensor)``, if given. Other threads, and calls outside of all dispatch modes, are
     not affected. A text that is only written for people is `TEXT`; another text of a tensor that requires a gradient
@@ -66,10 +63,7 @@ def asked(
 
     torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item = to_list, to_numpy, to_number  # type: ignore
     try:
-        with (
-            patch.object(torch.Tensor, "__format__", text),
-            patch.object(FunctionalTensor, "__repr__", text),
-        ):
+        with patch.object(torch.Tensor, "__format__", text), patch.object(FunctionalTensor, "__repr__", text):
             yield
     finally:
         # The base class has the original methods.

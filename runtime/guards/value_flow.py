@@ -30,11 +30,7 @@ _LOADS = {
     "LOAD_ATTR": "STORE_ATTR",
     "LOAD_FAST": "STORE_FAST",
 }
-_OTHER_LOADS = frozenset(n for n in dis.opmap if "LOAD_" in n) - {
-    *_LOADS,
-    "LOAD_CONST",
-    "LOAD_CLOSURE",
-}
+_OTHER_LOADS = frozenset(n for n in dis.opmap if "LOAD_" in n) - {*_LOADS, "LOAD_CONST", "LOAD_CLOSURE"}
 _VALUE, _OTHER, _CONSTANT, _OWNER, _METHOD = "value", "other", "constant", "owner", "method"
 _NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "KW_NAMES", "NOT_TAKEN"})
 _PUSHES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME"})

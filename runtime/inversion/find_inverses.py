@@ -52,10 +52,7 @@ def with_exact_inverses(step: CapturedStep) -> CapturedStep:
 
 
 def with_inverses(
-    step: CapturedStep,
-    named: Mapping[str, torch.Tensor],
-    renormalise: bool = False,
-    own_seeds: bool = False,
+    step: CapturedStep, named: Mapping[str, torch.Tensor], renormalise: bool = False, own_seeds: bool = False
 ) -> Invertible:
     """Return the step with all inverses that are found. Scatters become concatenations where possible; storages are
     split where inverses need it. ``named``: parameters and buffers, by name. ``renormalise``: batch norms may run again
@@ -200,15 +197,7 @@ def _inverse(step: CapturedStep, base: str, rules: tuple[Undone, ...], index: in
     storage's first value. ``index``: how many other calls recompute it; part of the name."""
     fake = step.values[base].fake
     fills = tuple(
-        Fill(
-            w.kernel,
-            w.constants,
-            len(w.reads),
-            shape_of(v),
-            stride_of(v),
-            int(v.storage_offset()),
-            w.scale,
-        )
+        Fill(w.kernel, w.constants, len(w.reads), shape_of(v), stride_of(v), int(v.storage_offset()), w.scale)
         for w, v in ((w, step.values[w.value].fake) for w in rules)
     )
     exact = all(w.exact for w in rules)

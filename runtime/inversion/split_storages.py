@@ -12,14 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rematplan.runtime.graph.captured_step import (
-    Call,
-    CapturedStep,
-    Ref,
-    Value,
-    free_name,
-    single_call,
-)
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, free_name, single_call
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.storage_slices import Band, band, bands_tile, has_strides, within
 

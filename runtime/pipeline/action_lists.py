@@ -21,10 +21,7 @@ messages (kind DROP_F or DROP_B), in order: kind, stage, micro-batch."""
 
 KINDS: Mapping[str, str] = {
     kind: kind for kind in ("F", "B", "I", "W", "RECV_F", "RECV_B", "SEND_F", "SEND_B")
-} | {
-    "WAIT_SEND_F": "DROP_F",
-    "WAIT_SEND_B": "DROP_B",
-}
+} | {"WAIT_SEND_F": "DROP_F", "WAIT_SEND_B": "DROP_B"}
 """The kinds of the entries that are read, and their names in a `PipelineSchedule`. When PyTorch 2.15 has waited for the
 end of a sending, it frees the message. Earlier versions have no such entries: they keep all messages to the end."""
 SENT_OUTPUTS_ARE_FREED = hasattr(pipelining.PipelineStage, "release_fwd_send_outputs")

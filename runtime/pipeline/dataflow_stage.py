@@ -104,11 +104,7 @@ class DataflowStage:
             self.saved[microbatch] = self.code.forward(received, hooks, *self._fixed(batch))
 
     def backward(
-        self,
-        microbatch: int,
-        hooks: StageHooks,
-        batch: Sequence[torch.Tensor],
-        answer: list[torch.Tensor],
+        self, microbatch: int, hooks: StageHooks, batch: Sequence[torch.Tensor], answer: list[torch.Tensor]
     ) -> None:
         """Run the backward of a micro-batch whose forward has run. ``batch``: the micro-batch on the first stage, else
         empty. The list ``answer``, the next stage's message or the loss's gradients, is emptied."""

@@ -34,11 +34,7 @@ class Segment:
 
 
 def gradient_segments(
-    step: CapturedStep,
-    schedule: Schedule,
-    start: int,
-    spare: Sequence[int],
-    late: int | None,
+    step: CapturedStep, schedule: Schedule, start: int, spare: Sequence[int], late: int | None
 ) -> tuple[Segment, ...]:
     """Divide the backward half of a schedule, from ``start`` on, into segments, at least one, with about equal bytes of
     gradients. They are shorter where ``spare`` (unused bytes by position; empty: no limit) has no room for gradients

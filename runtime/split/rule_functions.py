@@ -177,11 +177,7 @@ def swapped(one: Shaped, rank: int) -> Sequence[int]:
 
 
 def _without_dimension(
-    larger: Sequence[str],
-    smaller: Sequence[str],
-    rank: int,
-    at: int,
-    shapes: Mapping[int, str] | None = None,
+    larger: Sequence[str], smaller: Sequence[str], rank: int, at: int, shapes: Mapping[int, str] | None = None
 ) -> DimensionRule:
     """Return the rule of an op that cannot be split along dimension ``at`` of the tensors ``larger``, which the tensors
     ``smaller`` lack. ``rank``: of the larger ones. ``shapes``: by an argument's position, the value whose shape it

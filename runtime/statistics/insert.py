@@ -18,12 +18,7 @@ from rematplan.runtime.statistics.further_backwards import further_backwards, sa
 from rematplan.runtime.statistics.gram import Gram, sum_type
 from rematplan.runtime.statistics.options import Kronecker
 from rematplan.runtime.statistics.reading import Patches
-from rematplan.runtime.statistics.second_backward import (
-    SecondBackward,
-    call_of,
-    with_calls,
-    without_results,
-)
+from rematplan.runtime.statistics.second_backward import SecondBackward, call_of, with_calls, without_results
 from rematplan.runtime.statistics.weights import Block, Use, Weight, Weights
 
 Places: TypeAlias = Literal["each", "mean", "sum"]

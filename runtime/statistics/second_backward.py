@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from rematplan.ir import ModelError
-from rematplan.runtime.graph.captured_step import (
-    Call,
-    CapturedStep,
-    Ref,
-    Value,
-    single_call,
-    substitute,
-)
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
 
 aten = torch.ops.aten
 

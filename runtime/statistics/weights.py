@@ -293,10 +293,7 @@ class Weights:
                 fake = self.step.values[value].fake.reshape(read.shape)  # type: ignore[union-attr]
                 kept = [*read.groups, *read.features]  # type: ignore[union-attr,misc]
                 wanted.append(
-                    {
-                        ("convolution", use.product.call.name),
-                        _tensor_key(self.step, value, fake, kept),
-                    }
+                    {("convolution", use.product.call.name), _tensor_key(self.step, value, fake, kept)}
                 )
         own = [key for _, key in keys]
         if len(own) != len(wanted):

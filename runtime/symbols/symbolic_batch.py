@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import (
-    SYMPY_INTERP,
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import FakeTensorMode, pytree

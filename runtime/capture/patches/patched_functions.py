@@ -79,10 +79,7 @@ PATCHES = (
         undone="when the layer is traced, also by an error",
     ),
     Patch(
-        (
-            "torch.utils.checkpoint.CheckpointFunction",
-            f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}",
-        ),
+        ("torch.utils.checkpoint.CheckpointFunction", f"torch.utils.checkpoint.{CHECKPOINT_GENERATOR}"),
         "a model's checkpoints would run ops twice in the graph; the plan decides what is recomputed",
         f"{_ROOM}.capture.patches.checkpoint",
     ),

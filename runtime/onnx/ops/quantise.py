@@ -123,11 +123,7 @@ def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @ROWS.add("MatMulInteger", 10)
 def matmul_integer(
-    node: Node,
-    a: Tensor,
-    b: Tensor,
-    a_zero: Tensor | None = None,
-    b_zero: Tensor | None = None,
+    node: Node, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
 ) -> Tensor:
     """Run ONNX MatMulInteger: (a − a_zero) (b − b_zero) as int32, with zero points for all, per row of ``a``, or per
     column of ``b``."""

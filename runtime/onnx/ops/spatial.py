@@ -26,10 +26,7 @@ SAMPLE_PADS = ("zeros", "border", "reflection")
 
 
 def _samples(node: Node) -> None:
-    for name, default, known in (
-        ("mode", "linear", SAMPLE_MODES),
-        ("padding_mode", "zeros", SAMPLE_PADS),
-    ):
+    for name, default, known in (("mode", "linear", SAMPLE_MODES), ("padding_mode", "zeros", SAMPLE_PADS)):
         if text(node, name, default) not in known:
             raise refuse(node, f"{name} {text(node, name, default)!r} is not supported")
 
