@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         from rematplan.report.plot_comparison import save_comparison  # matplotlib is slow to load
 
         save_comparison(args.png, f"{plain.graph.name}: keep, recompute or invert", rivals, budget)
-    out.data(_document(plain, budget, rivals) | {"files": {"png": args.png and str(args.png)}})
+    out.data(_document(plain, budget, rivals) | {"files": {"png": args.png}})
     checks = [r.report.verification for r in rivals if r.report]
     return int(not all(c.passed for c in checks if c))
 

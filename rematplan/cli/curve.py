@@ -130,9 +130,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         trade_off = prove(trade_off, strategies, out)
     show(trade_off, out)
     write(trade_off, args.png, args.csv)
-    out.data(
-        document(trade_off) | {"files": {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}}
-    )
+    out.data(document(trade_off) | {"files": {"png": args.png, "csv": args.csv}})
     return 0
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     out.show(
         f"Done in {time.perf_counter() - start:.0f} s; ONNX files, pictures and tables are in {args.folder}/"
     )
-    out.data({"folder": str(args.folder), "cases": documents})
+    out.data({"folder": args.folder, "cases": documents})
     return worst
 
 

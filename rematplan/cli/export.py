@@ -47,9 +47,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         + ("" if args.static_batch else f"; bind its batch with --dim batch={batch}")
     )
     inputs = [list(shape) for shape in named]
-    out.data(
-        {"model": args.name, "file": str(args.output), "bytes": size, "input": inputs[0], "inputs": inputs}
-    )
+    out.data({"model": args.name, "file": args.output, "bytes": size, "input": inputs[0], "inputs": inputs})
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,9 +44,10 @@ class Output:
             console.print(view, soft_wrap=isinstance(view, str))  # a line of text stays one line
 
     def data(self, document: dict[str, Any]) -> None:
-        """Print the JSON document of a command, if ``json`` is set. Infinities and NaN are printed as null."""
+        """Print the JSON document of a command, if ``json`` is set. Infinities and NaN are printed as null, paths
+        as text."""
         if self.json:
-            print(json.dumps(_finite(document), indent=2, allow_nan=False))
+            print(json.dumps(_finite(document), indent=2, allow_nan=False, default=os.fspath))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress]:

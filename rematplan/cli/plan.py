@@ -92,10 +92,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.show(pairs_table("What bounds the peak", peak_cause(source.graph, plan).rows()))
         if len(plan.near) > 1:
             out.show(ladder_table(plan))
-    for what, path in (("plan", args.output), ("problem", args.problem_out)):
-        if path:
-            out.show(f"{what}: {path}")
-    files = {"plan": _text(args.output), "problem": _text(args.problem_out)}
+    files = {"plan": args.output, "problem": args.problem_out}
+    out.show(*(f"{what}: {path}" for what, path in files.items() if path))
     document = plan_document(source, plan, base)
     out.data(document | {"planning_seconds": seconds, "files": files})
     return 0
@@ -226,7 +224,3 @@ def lanes_document(plan: Plan) -> dict[str, Any] | None:
 
 def _split(source: Source, plan: Plan) -> dict[str, int]:
     return {kind.replace(" ", "_"): n for kind, n in split_for_people(source.graph, plan).items()}
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

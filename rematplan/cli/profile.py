@@ -35,7 +35,5 @@ def run(args: argparse.Namespace, out: Output) -> int:
     profile = replace(profile, calls={**profile.calls, **others.calls})
     save_profile(profile, args.output)
     out.show(f"{args.output}: {len(profile.calls)} distinct ops of {step.name}, measured on {profile.device}")
-    out.data(
-        {"model": step.name, "file": str(args.output), "ops": len(profile.calls), "device": profile.device}
-    )
+    out.data({"model": step.name, "file": args.output, "ops": len(profile.calls), "device": profile.device})
     return 0

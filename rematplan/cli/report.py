@@ -49,8 +49,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     source, plan = _planned(args, out)
     write(source, plan, args.output, args.snapshot, args.trace, out)
     out.show(*source.notes, str(plan), *(f"{what}: {path}" for what, path in files.items() if path))
-    document = plan_document(source, plan, no_recompute(source.graph))
-    out.data(document | {"files": {what: path and str(path) for what, path in files.items()}})
+    out.data(plan_document(source, plan, no_recompute(source.graph)) | {"files": files})
     return 0
 
 

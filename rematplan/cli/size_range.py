@@ -86,8 +86,7 @@ def draw_sizes(args: argparse.Namespace, out: Output) -> int:
         from rematplan.report.plot import save_range  # matplotlib is slow to load
 
         save_range(args.png, f"{_title(problems)}: a training step by {problems.dimension}", plans)
-    files = {k: v and str(v) for k, v in (("png", args.png), ("csv", args.csv))}
-    out.data(_document(problems, plans, notes) | {"files": files})
+    out.data(_document(problems, plans, notes) | {"files": {"png": args.png, "csv": args.csv}})
     return 0
 
 

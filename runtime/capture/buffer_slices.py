@@ -14,8 +14,8 @@ import torch
 
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref
 from rematplan.runtime.graph.compat import OpOverload
+from rematplan.runtime.graph.storage_slices import is_dense
 from rematplan.runtime.graph.tracked_sizes import shape_of, stride_of
-from rematplan.runtime.symbols.symbolic_batch import is_dense
 
 ATEN = torch.ops.aten
 PARTS: Mapping[Any, OpOverload] = {

@@ -22,7 +22,7 @@ from rematplan.runtime.graph.captured_step import (
     substitute,
 )
 from rematplan.runtime.graph.compat import disable_current_modes
-from rematplan.runtime.graph.storage_slices import has_strides
+from rematplan.runtime.graph.storage_slices import has_strides, is_dense
 
 CLONE = torch.ops.aten.clone.default
 PERMUTE = torch.ops.aten.permute.default
@@ -127,13 +127,8 @@ def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the parameter's strides if its elements fill a block of memory without gaps, else those of a contiguous
     tensor."""
-    own, expected = parameter.stride(), 1
-    for stride, size in sorted(zip(own, parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            break
-        expected *= size
-    else:
-        return own
+    if is_dense(parameter):
+        return parameter.stride()
     return tuple(math.prod(parameter.shape[d + 1 :]) for d in range(parameter.dim()))
 
 

@@ -72,6 +72,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return True
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements fill a range of memory, each once. One without elements is dense."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
+
+
 def bands_tile(bands: list[Band]) -> bool:
     """Return whether these bands have the same period and together cover every element of the period exactly once.
     Return False for an empty list."""

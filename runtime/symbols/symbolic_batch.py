@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, Shap
 
 from rematplan.runtime.graph.code_line import code_line
 from rematplan.runtime.graph.compat import FakeTensorMode, pytree
+from rematplan.runtime.graph.storage_slices import is_dense
 from rematplan.runtime.symbols.expressions import ExpressionTable, NotSymbolic, check_whole, parts
 
 LONGEST = 300
@@ -199,13 +200,3 @@ class _Sizes:
 
     def storage_offset(self) -> int:
         return 0
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a range of memory, each once. One without elements is dense."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return not tensor.numel()
-        expected *= size
-    return True

@@ -22,9 +22,9 @@ from rematplan.runtime.graph.compat import (
     pytree,
 )
 from rematplan.runtime.graph.pointwise_ops import is_pointwise
-from rematplan.runtime.graph.storage_slices import is_plain
+from rematplan.runtime.graph.storage_slices import is_dense, is_plain
 from rematplan.runtime.symbols.expressions import NotSymbolic
-from rematplan.runtime.symbols.symbolic_batch import BatchSymbols, is_dense
+from rematplan.runtime.symbols.symbolic_batch import BatchSymbols
 
 ATEN = torch.ops.aten
 _NAMES = (

@@ -26,8 +26,7 @@ from rematplan.runtime.graph.compat import (
     get_dispatch_mode,
     pytree,
 )
-from rematplan.runtime.graph.storage_slices import is_plain
-from rematplan.runtime.symbols.symbolic_batch import is_dense
+from rematplan.runtime.graph.storage_slices import is_dense, is_plain
 
 RUN, GRAIN = 64, 2**15
 """A CPU kernel processes a contiguous row in vectors of at most ``RUN`` numbers, and the rest of the row one by one, by
