@@ -69,8 +69,6 @@ def in_form(draft: Draft, forms: Forms) -> tuple[Draft, tuple[str, ...]]:
 class _Additions:
     """The content that is built while nodes of one op are changed."""
 
-    draft: Draft
-    """The content before the change."""
     initialisers: dict[str, Array]
     """Stored tensors by name, with new ones."""
     nodes: list[Node]
@@ -89,7 +87,7 @@ Change = Callable[[Node, _Additions], Node | None]
 def _change_all(draft: Draft, op: str, change: Change) -> tuple[Draft, int]:
     """Change all nodes of one op, unless ``change`` returns None. Return the content and the number changed."""
     read = {i for n in draft.nodes for i in n.inputs} | {o.name for o in draft.outputs}
-    more = _Additions(draft, dict(draft.initialisers), [], frozenset(read))
+    more = _Additions(dict(draft.initialisers), [], frozenset(read))
     count = 0
     for node in draft.nodes:
         new = change(node, more) if node.op == op and not node.domain else None

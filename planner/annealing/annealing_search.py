@@ -56,7 +56,7 @@ class Search:
     keep_order: bool = False
     """Whether first runs keep the problem's order."""
     enough: Callable[[float], bool] = lambda _: False
-    """Whether the search may end with an overhead; infinite if no plan fits yet."""
+    """Takes the best overhead, infinite if no plan fits yet, and returns whether the search may end."""
     report: Callable[[float, float | None], None] = lambda _fraction, _overhead: None
     """Called often, with the share spent and the best overhead, or None if no plan fits yet."""
     suggest: Callable[[], Sequence[str]] = tuple
@@ -314,7 +314,6 @@ class Search:
         end, the annealer adapts it itself. ``low``: the price at the beginning; None: the schedule's."""
         schedule = self.schedule
         if not schedule.reorders or share >= schedule.priced_share:
-            # The annealer adapts the price itself.
             self.annealer.limit_price(math.inf)
             return
         first, last = schedule.prices if low is None else (low, schedule.prices[1])

@@ -20,7 +20,6 @@ from rematplan.planner.bounds.runs_of_solution import rounded_runs
 from rematplan.planner.bounds.tail_search import TailSearch, highest_proven
 from rematplan.planner.caches.graph_cache import cached_on
 from rematplan.planner.core.effort import Effort
-from rematplan.planner.core.plan import CLOSED
 from rematplan.planner.ilp.solver import Solver
 
 MARGIN = 0.01
@@ -117,11 +116,6 @@ class CutBounds:
         floor = self._rounded_up(overhead) if math.isfinite(overhead) else overhead
         self.best = Bound(max(self.best.overhead, floor))
         self._proven[self.budget] = self.best.overhead
-
-    def reached(self, overhead: float) -> bool:
-        """Return whether a schedule with this overhead counts as optimal: ``overhead`` is at most the best bound so
-        far plus `CLOSED` (1e-6)."""
-        return overhead <= self.best.overhead + CLOSED
 
     def stop(self) -> None:
         """End the search at once. An integer program that is being solved is abandoned and proves nothing."""

@@ -69,7 +69,7 @@ class PlanStore:
         if plan is None or costs == _costs(problem):
             return plan
         estimate = simulate(problem, plan.schedule)
-        return replace(plan, estimate=estimate, lower_bound=None, status="feasible")
+        return replace(plan, estimate=estimate, lower_bound=None, status="feasible", near=())
 
     def put(
         self,

@@ -159,6 +159,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
             lanes=lanes_from_json(data["lanes"]) if "lanes" in data else None,
         )
         bound = None if data["lower_bound"] is None else float(data["lower_bound"])
+        closed = data["status"] == "optimal"
         same = (data["peak"], data["cost"]) == (plan.estimate.peak, plan.estimate.cost)
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(f"a field is missing or of another type: {error!r}") from None
@@ -170,7 +171,7 @@ def plan_from_json(data: object, graph: TrainingGraph) -> Plan:
     if not same or bound is None:
         return plan
     proven = with_bound(plan, bound)
-    return proven if data["status"] == "optimal" else replace(proven, status="feasible")
+    return proven if closed else replace(proven, status="feasible")
 
 
 def ops_of_plan(data: object) -> frozenset[str]:

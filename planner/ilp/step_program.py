@@ -17,7 +17,6 @@ It covers any order, repetitions and inverses: its optimum is the cheapest sched
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
@@ -28,26 +27,12 @@ COSTS = 10**7  # the cost without recomputation in the solver's objective, which
 BYTES = 2**40  # beyond this budget the unit is several bytes: sizes are rounded up, the budget down
 
 
-@dataclass(frozen=True)
-class StepOptimum:
-    """The best schedule that `solve_steps` found."""
-
-    runs: tuple[str, ...] | None
-    """The names of its ops and inverses, in order; None if none was found."""
-    proven: bool
-    """Whether no schedule of at most ``steps`` runs is cheaper, up to 10⁻⁷ of the cost; without ``runs``,
-    whether none fits.
-    """
-
-
-def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> StepOptimum:
-    """Search for the cheapest schedule of at most ``steps`` runs within ``budget`` bytes, in any order, with
-    CP-SAT.
-
-    ``seconds``: of deterministic solver time. ``graph.ordered`` is ignored.
-    """
+def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -> tuple[str, ...] | None:
+    """Return the names of the ops and inverses that the cheapest schedule found runs, in order; None if none is found.
+    It has at most ``steps`` runs, in any order, within ``budget`` bytes. ``seconds``: of deterministic solver time.
+    ``graph.ordered`` is ignored."""
     if budget < graph.input_bytes:
-        return StepOptimum(None, True)
+        return None
     model = cp_model.CpModel()
     recipes, tensors, runs = _variables(model, graph, steps)
     unit = 1 + (budget - graph.input_bytes) // BYTES
@@ -80,13 +65,10 @@ def solve_steps(graph: TrainingGraph, budget: int, steps: int, seconds: float) -
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = max(0.01, seconds)
     solver.parameters.num_workers = 1
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return StepOptimum(None, status == cp_model.INFEASIBLE)
-    sequence = [
-        recipes[v].name for k in range(steps) for v in range(len(recipes)) if solver.value(runs[v, k])
-    ]
-    return StepOptimum(tuple(sequence), status == cp_model.OPTIMAL)
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    every = ((v, k) for k in range(steps) for v in range(len(recipes)))
+    return tuple(recipes[v].name for v, k in every if solver.value(runs[v, k]))
 
 
 def _counted(

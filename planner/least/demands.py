@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rematplan.ir import Op, TrainingGraph
+from rematplan.planner.arrays.csr import compressed_rows
 from rematplan.planner.arrays.precedence import needed_ops
 from rematplan.planner.core.array_types import Flags, Ints, Words
 
@@ -111,8 +112,8 @@ def demands_of(graph: TrainingGraph, tiny: float = 0.001, smallest: int = 0) -> 
     kept_once = [op.name in once and not out.issuperset(row) for op, row in zip(ops, writes, strict=True)]
     large = tuple(t not in out for t in range(len(sizes)))
     kept = np.array([n if large[t] else 0 for t, n in enumerate(sizes)], dtype=np.int64)
-    reads_at, read = _rows(reads, large)
-    writes_at, written = _rows(writes, large)
+    reads_at, read = compressed_rows([[t for t in row if large[t]] for row in reads])
+    writes_at, written = compressed_rows([[t for t in row if large[t]] for row in writes])
     maker = np.array([v for v, row in enumerate(writes) for _ in row], dtype=np.int64)
     hashes = np.random.default_rng(1).integers(1, 2**63, len(sizes), dtype=np.uint64)
     tables = Tables(
@@ -150,12 +151,6 @@ def _threshold(sizes: Sequence[int], most: float) -> int:
             break
         threshold = size
     return threshold
-
-
-def _rows(rows: Sequence[Sequence[int]], large: Sequence[bool]) -> tuple[Ints, Ints]:
-    kept = [[t for t in row if large[t]] for row in rows]
-    at = np.cumsum([0, *map(len, kept)], dtype=np.int64)
-    return at, np.array([t for row in kept for t in row], dtype=np.int64)
 
 
 def _ancestors(

@@ -7,7 +7,7 @@ all their stages have plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
@@ -366,7 +366,7 @@ class PipelineSearch:
             names = {self.chain.graph.tensors[t].name: t for t in inputs}
             trained = {names[p] for p in self.chain.gradient_of.values() if p in names}
             kinds = {*inputs} - self._batch, trained, self._batch & {*inputs}
-            shared, own, batch = map(self._bytes, kinds)
+            shared, own, batch = map(self.chain.bytes, kinds)
             self._inputs[start, end] = shared, own, batch
         return self._inputs[start, end]
 
@@ -393,14 +393,11 @@ class PipelineSearch:
         """
         piece = StageSlice(self.chain, start, end)
         freed = self.split or stage in self._freeing
-        return 0 if self.recovers else self._bytes({*piece.received, *(() if freed else piece.sent)})
+        return 0 if self.recovers else self.chain.bytes({*piece.received, *(() if freed else piece.sent)})
 
     @cached_property
     def _freeing(self) -> frozenset[int]:
         return stages_that_free_outputs(self.schedule)
-
-    def _bytes(self, tensors: Collection[int]) -> int:
-        return sum(self.chain.graph.tensors[t].bytes for t in tensors)
 
     @cached_property
     def _batch(self) -> frozenset[int]:

@@ -252,7 +252,7 @@ class RankSearch:
             return
         self.part = self.effort.part((1.0 if fits else LIMITS.first) * self.effort.left)
         self._begin()
-        most = self._share(self._least_room)
+        most = self._share(lambda at, _: _least_bytes(self.stages[at]))
         shares = sorted({*(most * k / (LIMITS.grid - 1) for k in range(LIMITS.grid)), 1.0})
         guess = min(most, self._share(self._even_room))
         for share in (guess, *sorted(shares, key=lambda share: abs(share - guess))):
@@ -340,11 +340,6 @@ class RankSearch:
             middle = (low + high) / 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
-
-    def _least_room(self, at: int, kept: int) -> int:
-        """Return the bytes below which a stage has no plan, whatever it keeps between forward and backward."""
-        del kept
-        return _least_bytes(self.stages[at])
 
     def _even_room(self, at: int, kept: int) -> int:
         """Return the peak of a stage that keeps ``kept`` bytes, if its backward needs as many in addition as

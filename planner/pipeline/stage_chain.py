@@ -33,7 +33,7 @@ class Passage:
     up: int
     """The last block that computes or reads it."""
     down: int
-    """The first such block."""
+    """The first block that computes or reads it."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class StageChain:
         """For each block b and the chain's end, the bytes that the forward of a micro-batch sends over a cut
         before b; 0 at both ends.
         """
-        return tuple(map(self._bytes, self.sent))
+        return tuple(map(self.bytes, self.sent))
 
     @cached_property
     def returns(self) -> tuple[int, ...]:
         """For each block b and the chain's end, the bytes that the backward of a micro-batch sends back over
         a cut before b; 0 at both ends.
         """
-        return tuple(map(self._bytes, self.returned))
+        return tuple(map(self.bytes, self.returned))
 
     @cached_property
     def sent(self) -> tuple[tuple[int, ...], ...]:
@@ -154,7 +154,8 @@ class StageChain:
                 sums[b] += ix.cost[o]
         return (0.0, *accumulate(sums))
 
-    def _bytes(self, tensors: Iterable[int]) -> int:
+    def bytes(self, tensors: Iterable[int]) -> int:
+        """Return the sum of the sizes in bytes of the tensors at these positions."""
         sizes = indexed(self.graph).bytes
         return sum(sizes[t] for t in tensors)
 

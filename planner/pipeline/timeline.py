@@ -21,9 +21,9 @@ class StageTimes:
 
     forward: float
     backward: float
-    """Without the gradients of weights, if an action of their own computes them."""
+    """Without the gradients of weights, if another action computes them."""
     weight: float = 0.0
-    """The time of that action; 0 if there is none."""
+    """The time of this action; 0 if there is none."""
     sends: int = 0
     """Bytes of the forward's message to the next stage."""
     returns: int = 0

@@ -21,7 +21,7 @@ from rematplan.planner.core.plan import CLOSED, Plan, plan_from_runs, with_bound
 from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS, Progress, SearchStrategy, silent
 from rematplan.planner.ilp.solver import Solver
-from rematplan.planner.ilp.stage_program import StageProgram, add_violated, runs_at
+from rematplan.planner.ilp.stage_program import DEPTH, StageProgram, add_violated, runs_at
 from rematplan.planner.strategies.nested_dp import NestedDP
 
 
@@ -61,7 +61,7 @@ class ILP(SearchStrategy):
     Options: ``time_limit``: seconds. ``upstream``: how many ops upstream of an op may run again before it.
     """
 
-    upstream: int = 24
+    upstream: int = DEPTH
 
     name: ClassVar[str] = "ilp"
     summary: ClassVar[str] = "integer program of the whole schedule (after Checkmate, Jain et al. 2020)"
@@ -110,8 +110,8 @@ class ILP(SearchStrategy):
             from rematplan.planner.ilp.step_program import solve_steps
 
             found = solve_steps(graph, budget, 2 * recipes + 2, self.time_limit)
-            if found.runs is not None:
-                best.offer(found.runs)
+            if found is not None:
+                best.offer(found)
             return
         plain = without_inverses(graph)
         search = BoundSearch(plain, budget)

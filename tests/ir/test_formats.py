@@ -332,6 +332,7 @@ def test_plan_files_are_priced_anew(tmp_path):
         (put("budget", "much"), "."),
         (put("blocks", 3), "."),
         (drop("steps"), "steps"),
+        (drop("status"), "status"),
     ],
 )
 def test_what_is_wrong_with_a_plan_is_said_in_one_line(edit, message):

@@ -194,12 +194,12 @@ def test_a_plan_is_returned_only_for_its_problem_and_budget(problems):
 
 def test_a_problem_with_other_costs_gets_the_plan_without_its_bound(problems):
     graph, store = problems.chain(8), PlanStore()
-    store.put(graph, 99, replace(base(graph), lower_bound=0.0, status="optimal"))
+    store.put(graph, 99, replace(base(graph), lower_bound=0.0, status="optimal", near=((1, 0.5),)))
     dearer = replace(graph, ops=tuple(replace(op, cost=op.cost + 1) for op in graph.ops))
     found = store.get(dearer, 99)
     assert found.schedule == base(graph).schedule
     assert found.estimate == base(dearer).estimate
-    assert (found.lower_bound, found.status) == (None, "feasible")
+    assert (found.lower_bound, found.status, found.near) == (None, "feasible", ())
 
 
 def scaled(graph, factor):
