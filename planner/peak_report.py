@@ -43,7 +43,7 @@ class Transients:
     """The bytes that an op needs while it runs, without inputs of the problem."""
 
     op: str
-    """Its name."""
+    """The name of the op."""
     reads: int
     """Bytes of what it reads."""
     writes: int
@@ -82,7 +82,7 @@ class PeakCause:
     at: Transients | None
     """The op at the peak; None if no op needs more than the inputs."""
     others: int
-    """Bytes that this op neither reads nor writes."""
+    """Bytes resident at the peak that the op there neither reads nor writes, inputs excluded."""
     floor: PeakBound
     """The proven lower bound."""
     floor_at: Transients | None

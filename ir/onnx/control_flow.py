@@ -143,7 +143,8 @@ class _Unrolling:
         self, node: Node, body: Body, arguments: Mapping[str, str], names: Mapping[str, str]
     ) -> list[str]:
         """Append a subgraph's nodes once, with new names for what they write, and return the names of its outputs.
-        ``arguments``: by its inputs, the values that they get. ``names``: as in `walk`."""
+        ``arguments``: by its inputs, the values that they get. ``names``: the new graph's
+        name for each value whose name changes."""
         self.fresh += 1
         inner = {**names, **arguments}
         # The same names in all calls: all iterations read the same weights.

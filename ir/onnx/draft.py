@@ -73,7 +73,7 @@ class Body:
     initialisers: Mapping[str, Array]
     """Constant tensors by name."""
     nodes: tuple[Node, ...]
-    """In the file's order."""
+    """The nodes in the file's order."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Draft:
     initialisers: Mapping[str, Array]
     """Stored tensors by name."""
     nodes: tuple[Node, ...]
-    """In the file's order until the loader sorts them."""
+    """The nodes, in the file's order until the loader sorts them."""
     producer: str = ""
     """The exporter's name."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Edit:
     origins: dict[str, Origin]
     """By name of an initialiser or of a module's tensor."""
     nodes: list[Node]
-    """In topological order."""
+    """The nodes in topological order."""
     scopes: dict[str, Scope]
     """By node name."""
     used: set[str] = field(init=False)

@@ -48,14 +48,15 @@ class Node:
     name: str
     """Unique."""
     op: str
-    """Its type."""
+    """The name of the ONNX operator."""
     domain: str
     """Empty for ONNX's own ops."""
     version: int
     """The opset of its domain."""
     inputs: tuple[str, ...]
-    """Names of values; "" for an absent optional one, as in ``outputs``."""
+    """Names of the values that it reads; "" for an absent optional one."""
     outputs: tuple[str, ...]
+    """Names of the values that it writes; "" for an absent optional one."""
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
 
@@ -83,7 +84,7 @@ class Graph:
     weights: tuple[Weight, ...]
     """All values that nodes read and that are neither inputs nor written by a node."""
     nodes: tuple[Node, ...]
-    """In topological order; each value is written once."""
+    """The nodes in topological order; each value is written once."""
     notes: tuple[str, ...] = ()
     """What the loader changed or noticed that a user should know («looks like a folded inference export»)."""
     batch: Batch | None = None

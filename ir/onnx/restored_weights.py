@@ -83,11 +83,11 @@ class _View:
     op: str
     """The ONNX op that computes the stored form."""
     reader: Callable[[str, int, str], bool]
-    """Whether an input may have this form, by the node's op, the input's position and torch's operator."""
+    """Takes a node's op, an input's position and torch's operator; returns whether the input may have this form."""
     shape: Callable[[tuple[int, ...]], tuple[int, ...] | None]
-    """The weight's shape from the stored one; None if that excludes this form."""
+    """Takes the stored shape, and returns the weight's shape; None if the stored shape excludes this form."""
     array: Callable[[np.ndarray], np.ndarray]
-    """The weight's values from the stored ones."""
+    """Takes the stored values, and returns the weight's values."""
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -29,7 +29,7 @@ from rematplan.planner.core.schedule import runs_of
 from rematplan.planner.core.strategy import INTERRUPTS
 
 HELD = 100.0
-"""The first price of bytes over the budget, if the best sequence is reheated: a mean tensor over the budget at one run
+"""The first price of bytes over the budget, if the best sequence is reheated. A mean tensor over the budget at one run
 costs as much as so many mean runs. The price falls by itself while sequences fit.
 
 From a low price, a sequence that runs its ops many times leaves the budget for good: at 1.01 times its smallest peak,
@@ -39,11 +39,11 @@ DEAR = 0.5
 """If the best start has more than this overhead, it is annealed before the rounds, which are too short for sequences
 that run ops many times."""
 DEAR_LENGTH = 6.0
-"""The length of this annealing in shortest rounds, but at most half of the effort."""
+"""The length of the annealing of such a start, in shortest rounds; at most half of the effort."""
 DEAR_HEAT = 0.3, 2.0
-"""Its first temperature, in percent of the base cost: the second one for the full length, in proportion less for a
-shorter one, but at least the first. With 400,000 moves, GoogLeNet's plan of 1.1 times its smallest peak gets to 61 %;
-from 0.3 it gets to 85 %."""
+"""The first temperature of this annealing, in percent of the base cost: the second number for the full length, in
+proportion less for a shorter one, but at least the first number. With 400,000 moves, GoogLeNet's plan of 1.1 times its
+smallest peak gets to 61 %; from 0.3 it gets to 85 %."""
 
 
 @dataclass
@@ -134,7 +134,8 @@ class Search:
 
     @property
     def _held(self) -> float:
-        """The first price of bytes over the budget for a sequence that fits: see `HELD`."""
+        """The first price of a byte over the budget if the best sequence is annealed again: a mean tensor costs `HELD`
+        mean runs."""
         return HELD * self.annealer.mean_cost / self.annealer.mean_size
 
     @property
@@ -321,8 +322,9 @@ class Search:
         self.annealer.set_price(unit * first * math.pow(last / first, share / schedule.priced_share))
 
     def descend(self, effort: Effort, until: float, from_base: bool = False, enough: int = 0) -> None:
-        """Lower the peak of the plan with the smallest peak, or with ``from_base`` of the order without
-        recomputation, step by step. Arguments are those of `Descent.run`; the plans found are recorded."""
+        """Lower the peak of the leanest plan, or with ``from_base`` of the order without recomputation, step by step.
+        End within the budget or ``enough`` bytes, or when ``effort.spent()`` reaches ``until``. Plans found are
+        recorded."""
         start = self._offer(self.base) if from_base else self.least
         inputs = self.graph.input_bytes
         descent = Descent(self.annealer, self.budget, len(self.base), inputs, self._offer, self._report)

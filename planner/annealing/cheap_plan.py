@@ -30,8 +30,9 @@ def cheap_plan(
     *,
     rules: SearchRules = ANY_ORDER,
 ) -> Plan:
-    """Return the plan with the smallest peak found among those with an overhead of at most `CHEAP`: by bisection from
-    the ``known`` plans and the one without recomputation. After Ctrl-C, the best plan so far is returned."""
+    """Return the plan with the smallest peak found of those with an overhead of at most `CHEAP`, by bisection. It
+    begins with the ``known`` plans and the one without recomputation. After Ctrl-C, the best plan so far is
+    returned."""
     base = plan_from_runs(graph, [op.name for op in needed_ops(graph)], "store_all")
     least = min((*known, base), key=by_peak)
     best = min((p for p in (*known, base) if p.estimate.overhead <= CHEAP), key=by_peak)
@@ -67,8 +68,8 @@ def refusal(
     rules: SearchRules = ANY_ORDER,
 ) -> InfeasibleBudget:
     """Search for the smallest peak at an overhead of at most `CHEAP`. Return the error that no plan fits ``budget``
-    bytes, which states this peak and the smallest found. ``least``: the plan of the smallest peak so far. ``known``: as
-    in `InfeasibleBudget`."""
+    bytes, which states this peak and the smallest found. ``least``: the plan of the smallest peak so far. ``known``:
+    what is known about the budget."""
     cheap = cheap_plan(graph, [least], effort, rules=rules)
     least = min(least, cheap, key=by_peak)
     return InfeasibleBudget(

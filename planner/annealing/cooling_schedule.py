@@ -19,7 +19,7 @@ class Ordering(NamedTuple):
     """
 
     share: float
-    """Of the round."""
+    """The share of the round that the stage takes."""
     heat: tuple[float, float]
     """The first and the last temperature. 1 is the energy of a mean tensor over the budget at one run."""
 
@@ -36,8 +36,8 @@ class CoolingSchedule:
     last_heat: float
     """The final temperature of a round."""
     shortest: tuple[float, float]
-    """The length of the shortest round, apart from a constant: the moves per op in small problems, and the number of
-    ops at which the moves per op are twice as many."""
+    """The length of the shortest round, apart from a constant. First number: its moves per op in small problems;
+    second: the number of ops at which these are doubled."""
     patience: int
     """The search ends after this many rounds in a row without improvement. They take at least 25 times as long as the
     shortest round."""

@@ -55,7 +55,7 @@ class Descent:
     annealer: Annealer
     budget: int
     ops: int
-    """Their number."""
+    """The number of ops without recomputation."""
     inputs: int
     """Bytes of the inputs."""
     offer: Callable[[Sequence[str]], Plan]

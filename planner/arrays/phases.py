@@ -26,7 +26,7 @@ next, is at most this. `MIRRORED` is for the likeliest last forward op. `CLEARLY
 one of many may correlate by chance."""
 
 NEARLY, CANDIDATES = 0.9, 12
-"""The candidates for the last forward op: at most `CANDIDATES` ops, after each of which the number of tensors still to
+"""The candidates for the last forward op: at most `CANDIDATES` ops. After each of them, the number of tensors still to
 be read is at least `NEARLY` times the largest such number."""
 WAITING = 0.95
 """Stated phases contradict the graph if the number of tensors that are live between the stated halves is less than
@@ -110,8 +110,8 @@ def _last_forward_op(ix: Indexed) -> int:
 
 
 def _read_order(ix: Indexed, last_forward: int) -> float:
-    """Return the rank correlation of two orders of the tensors live after op ``last_forward``: in which they were
-    written, and in which they are read next. 0 for fewer than `FEWEST` tensors."""
+    """Return the rank correlation of two orders of the tensors live after op ``last_forward``: of writing, and of the
+    next read. It is 0 for fewer than `FEWEST` tensors."""
     across = [
         (p, next(r for r in reads if r > last_forward))
         for p, reads in zip(ix.producer, ix.readers, strict=True)

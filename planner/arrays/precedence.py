@@ -75,8 +75,8 @@ def working_sets(graph: TrainingGraph) -> tuple[int, ...]:
 
 
 def needed_ops(graph: TrainingGraph) -> list[Op]:
-    """Return, in order, the ops that every plan without inverses runs: those that write an output, write nothing (side
-    effects) or are in ``graph.ordered`` (random draws), and all that these depend on."""
+    """Return, in order, the ops that every plan without inverses runs: those that write an output or nothing (side
+    effects), or are in ``graph.ordered`` (random draws). Ops that these depend on are included."""
     ordered = set(graph.ordered)
     wanted = set(graph.outputs)
     kept: list[Op] = []
@@ -95,8 +95,8 @@ def without_inverses(graph: TrainingGraph) -> TrainingGraph:
 
 
 def must_run(graph: TrainingGraph) -> set[str]:
-    """Return the names of the ops that every plan runs, also with inverses: those without which an output cannot exist,
-    those that write nothing (side effects), and those in ``graph.ordered`` (random draws)."""
+    """Return the names of the ops that every plan runs, also with inverses. These are the ops without which an output
+    cannot exist, that write nothing (side effects), or that are in ``graph.ordered`` (random draws)."""
     needed = precedence(graph).needed
     ordered = set(graph.ordered)
     return {

@@ -35,8 +35,9 @@ from rematplan.planner.strategies.store_all import no_recompute
 
 class AutoSession:
     """The planning of one problem within one budget (bytes) by the strategy ``auto``. ``starts``: plans of the
-    strategy's caller. ``known``: further ones; the attribute has all plans known so far. ``gap``: as of `Auto`.
-    ``brief``: whether this is one of many short searches, without block strategies."""
+    strategy's caller. ``known``: further ones; the attribute has all plans known so far. ``gap``: a plan whose overhead
+    is at most this above its proven bound ends the search. ``brief``: whether this is one of many short searches,
+    without block strategies."""
 
     def __init__(
         self,

@@ -20,8 +20,7 @@ from rematplan.planner.core.search_rules import ANY_ORDER, SearchRules
 NAME = "eviction"
 SCARCE = 1.3
 """A further pass over the step is tried for budgets up to this multiple of what one pass needs if nothing of the
-forward stays: Res2Net-50 got to 1.41 instead of 1.62 times its largest working set.
-"""
+forward stays. Res2Net-50 got to 1.41 instead of 1.62 times its largest working set."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def plan_by_eviction(
     compiled: bool = True,
 ) -> Plan | None:
     """Simulate eviction ``tries`` times, fewer if ``effort`` is spent, each time with a random policy. Return the
-    cheapest plan found within ``budget`` bytes; None if there is none. ``compiled``: as for `Simulation`."""
+    cheapest plan found within ``budget`` bytes; None if there is none. ``compiled``: whether numba compiles the
+    loops."""
     source = random.Random(rules.seed)
     best: Plan | None = None
     for _ in range(tries):

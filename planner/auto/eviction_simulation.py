@@ -1,10 +1,9 @@
 """Simulate a step that evicts tensors when memory is short and recomputes them before they are read.
 
-As in Dynamic Tensor Rematerialization (Kirisame et al. 2021), the tensor with the best score is evicted, but
-by the time to its next use, and with random exponents. It takes O(runs · resident tensors). Recomputed
-tensors may be evicted again, which finds peaks that annealing finds late or never. A simulation fails beyond
-the budget or after too many runs.
-"""
+As in Dynamic Tensor Rematerialization (Kirisame et al. 2021), the tensor with the best score is evicted. Here the score
+has the time to the next use, and random exponents. It takes O(runs · resident tensors). Recomputed tensors may be
+evicted again, which finds peaks that annealing finds late or never. A simulation fails beyond the budget or after too
+many runs."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class EvictionTables:
     """The ops that every plan runs, for the simulation of eviction."""
 
     names: tuple[str, ...]
-    """The names of these ops."""
+    """The names of the ops."""
     input_bytes: int
     """The bytes of all inputs together."""
     peaks: tuple[int, ...]

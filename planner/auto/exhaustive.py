@@ -34,8 +34,8 @@ class Optimum:
 def exhaustive(
     graph: TrainingGraph, budget: int, most_states: int = MOST_STATES, below: float = math.inf
 ) -> Optimum | None:
-    """Return the optimal schedule within ``budget`` bytes, with an infinite cost if none that costs less than ``below``
-    fits; None if there are more than `MOST_BITS` tensors or the search keeps more than ``most_states`` states.
+    """Return the optimal schedule within ``budget`` bytes; its cost is infinite if none that costs less than ``below``
+    fits. None if there are more than `MOST_BITS` tensors or the search keeps more than ``most_states`` states.
 
     An op that writes nothing, may run once, or has its place in ``graph.ordered`` counts as a tensor.
     """
@@ -63,8 +63,8 @@ def _marked(graph: TrainingGraph) -> list[str]:
 
 
 def _masks(graph: TrainingGraph, recipes: Sequence[Op]) -> Masks:
-    """Return the problem as masks: one bit for each tensor that is not an input, and one of 0 bytes, a mark, for each
-    op of `_marked`, which sets it. ``recipes``: the ops, then the inverses."""
+    """Return the problem as masks: one bit for each tensor that is not an input, and a mark, a bit of 0 bytes, for each
+    op of `_marked`. A run of the op sets its mark. ``recipes``: the ops, then the inverses."""
     inputs = set(graph.inputs)
     names = [t.name for t in graph.tensors if t.name not in inputs]
     bit = {t: 1 << i for i, t in enumerate(names)}

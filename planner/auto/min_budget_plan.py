@@ -34,15 +34,16 @@ class MinBudgetOptions:
     """The largest number of simulations of eviction within the budget. The cheapest plan that they find is a start for
     the search that lowers the overhead."""
     eviction: float = 0.1
-    """The share of the time for these simulations of eviction, of the time that is left when the smallest peak has been
-    found."""
+    """The share of the time for simulations of eviction, of the time left after the search for the smallest peak and
+    for plans at larger peaks."""
     rungs: float = 0.4
-    """The share of the time left then for plans at larger peaks. The last search may start from them."""
+    """The share of the time for plans at larger peaks, of the time left when the smallest peak has been found. The last
+    search may start from them."""
     falling: float = 0.25
-    """The share of it for one annealing whose budget falls from no recomputation on (`plans_down_to`); the rest is for
-    annealing at single peaks (`rungs_above`)."""
+    """Of the time for plans at larger peaks: the share for one annealing whose budget falls from no recomputation on
+    (`plans_down_to`). The rest is for annealing at single peaks (`rungs_above`)."""
     per_op: float = 0.05
-    """The largest number of seconds for each op that these plans may take: small problems converge in a fraction."""
+    """The most seconds for each op that plans at larger peaks may take: small problems converge in a fraction."""
 
 
 MIN_BUDGET = MinBudgetOptions()
@@ -60,8 +61,8 @@ def cheapest_near_smallest_peak(
     cheapest: Callable[[float], Strategy] | None = None,
 ) -> Plan:
     """Search for the smallest peak in at most half of the time. Return the cheapest plan found with a peak up to ``1 +
-    slack`` times the smallest, or the plan of the smallest peak if an interrupt ends it before the last search.
-    ``moves``: if not 0, they replace ``time_limit`` (seconds), and `Anneal` makes the last search. ``cheapest``:
+    slack`` times the smallest. If an interrupt ends the search before its last part, return the plan of the smallest
+    peak. ``moves``: if not 0, they replace ``time_limit`` (seconds), and `Anneal` makes the last search. ``cheapest``:
     otherwise makes the strategy of the last search from the seconds left; None: `Auto`."""
     compile_kernels(progress)  # before the clock starts
     effort = Effort(moves=moves) if moves else Effort(time_limit)

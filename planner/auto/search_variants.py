@@ -20,8 +20,8 @@ def search_variants(
     search: Callable[[TrainingGraph, float, tuple[Plan, ...]], Plan | None],
 ) -> Found:
     """Search variants of one problem in order, and return the plans found, each with its variant. ``search`` gets a
-    variant, the share of the time left (``share``, or 1 for the last), and the earlier plans converted to it; it
-    returns None for no plan."""
+    variant, its share of the time left, and the earlier plans converted to it; it returns None for no plan. The last
+    variant has the share 1, others ``share``."""
     found: Found = []
     for problem in problems:
         starts = tuple(plan for _, one in found if (plan := transfer_plan(one, problem)))

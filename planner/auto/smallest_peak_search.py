@@ -54,10 +54,10 @@ class PeakSearchOptions:
     stalls: int = 3
     """Descents end after this many in a row that do not lower the peak."""
     leaps: tuple[float, ...] = (0.03, 0.01)
-    """After the descents, plans are searched within budgets below the smallest peak so far: below it by each of these
-    shares of it."""
+    """After the descents, plans are searched within budgets that are smaller than the smallest peak so far, by each of
+    these shares of it."""
     regression: float = 0.55
-    """The share of the time for the search back in time."""
+    """The share of the time for the search back in time (`plan_near_least`)."""
     regression_moves: int = 300_000
     """The moves that it makes for each second. It counts moves always, so its plan and its proof are the same on every
     machine. ResNet-50 takes 2 million; DenseNet-121 is given up after 1 million, which prove a bound."""

@@ -41,7 +41,8 @@ class TimeShares:
     """If no plan fits, the error also names the smallest peak found at a small overhead. This is the largest number of
     seconds for that search; see `CHEAP_SHARE`."""
     refused_per_op: float = 0.004
-    """The seconds for each op that these two searches may take at most: small problems converge in a fraction."""
+    """The most seconds for each op that the searches of a refusal (``rungs_seconds``, ``cheap_seconds``) may take:
+    small problems converge in a fraction."""
     eviction: float = 0.1
     """The share for simulations of eviction, which are used if no other plan fits the budget yet."""
     falling: float = 0.3
@@ -50,7 +51,7 @@ class TimeShares:
     """The share for the search for a lower bound, if there are at least `cores` cores. With fewer, the search may take
     the whole time."""
     proof_seconds: float = 0.3
-    """A short search of a stage looks for a lower bound only if it has at least so many seconds: the process that
+    """A short search of a stage looks for a lower bound only if it has at least so many seconds. The process that
     solves integer programs takes a tenth of a second to start."""
     first_annealing: float = 0.3
     """The share of the time left for an annealing before the block strategies. If it closes the gap to the lower bound,

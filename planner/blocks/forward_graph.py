@@ -33,7 +33,7 @@ class ForwardGraph:
     members: tuple[tuple[int, ...], ...]
     """The ops of each node: positions in ``graph.ops``, ascending."""
     cost: tuple[float, ...]
-    """T_v: the cost of running these ops once."""
+    """T_v: the cost of running the ops of each node once."""
     bytes: tuple[int, ...]
     """M_v: the bytes that an op outside of the node reads, without graph outputs, which stay resident anyway."""
     preds: tuple[int, ...]

@@ -180,7 +180,7 @@ class PeakBound:
 
 
 def min_peak_bound(graph: TrainingGraph) -> PeakBound:
-    """Return a proven lower bound of the peak, the largest of three: inputs plus outputs, inputs plus the largest
+    """Return a proven lower bound of the peak. It is the largest of three: inputs plus outputs, inputs plus the largest
     working set of an op that must run, and what `record_peak_bound` recorded."""
     inputs = set(graph.inputs)
     outputs = sum(graph.size[t] for t in graph.outputs if t not in inputs)

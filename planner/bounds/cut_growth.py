@@ -81,9 +81,9 @@ class Growth:
                     self.solve(cuts)
 
     def grow(self, cuts: Cuts, among: Collection[int]) -> list[Cuts]:
-        """Add ops of ``among`` as cuts to ``cuts``: those that raise the bound and, after `SIBLINGS` in a row that did
-        not, the first of these whose program was solved to the end. Return the sets whose programs were not solved to
-        the end."""
+        """Add ops of ``among`` as cuts to ``cuts``: those that raise the bound. After `SIBLINGS` in a row that did not,
+        also add the first of these whose program was solved to the end. Return the sets whose programs were not solved
+        to the end."""
         if self.over():
             return []
         proven, solved = self.solve(cuts)
@@ -126,8 +126,8 @@ class Growth:
         return unsolved
 
     def resident(self, cuts: Cuts, among: Collection[int]) -> Mapping[int, int]:
-        """Return, by position, the bytes resident at the first run of those ops of ``among`` that must run, and must
-        precede or follow each of ``cuts``; ops whose bytes are unknown are absent."""
+        """Return, by position, the bytes resident at the first run of ops of ``among``. There are only ops that must
+        run, must precede or follow each of ``cuts``, and have known bytes."""
         # In the last integer solution's order; before there is one, in that without recomputation, for
         # `places` alone.
         return {

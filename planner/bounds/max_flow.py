@@ -58,7 +58,8 @@ class Minimum:
     """A minimum cut of the network of one cut op, at a price λ for each byte resident before it."""
 
     floor: float
-    """A lower bound for all schedules of cost plus λ times these bytes, if the network's ``slope`` is 0."""
+    """A lower bound, for all schedules, of cost plus λ times the bytes resident before the cut op; only if the
+    network's ``slope`` is 0."""
     cost: float
     """The cost of schedules that run the ops ``again`` after the cut op, in the unit of `Op.cost`."""
     resident: float

@@ -43,8 +43,8 @@ bounds, integer programs prove more in that time (ResNet-50 at 20 %)."""
 BRANCHES_PER_MOVE = 300
 """The number of branches that count as one move."""
 FEW, NEAR = 256, 0.03
-"""The runs before a cut are bounded for each state if there are at most so many, and the cheapest one is so near to the
-overhead that is to be proven."""
+"""The runs before a cut are bounded for each state if there are at most so many states. The cheapest one must also be
+so near to the overhead that is to be proven."""
 NOTHING_LENT = 1e30
 """The cost of a lent byte if no output can be made again."""
 STEP, LONGEST_STEP, LAST_STEP = 0.01, 0.025, 0.002
@@ -79,8 +79,8 @@ class TailSearch:
         self._networks: dict[int, tuple[CutNetwork, float]] = {}
 
     def _small_outputs(self) -> tuple[list[str], float]:
-        """Return the outputs that are not tracked but count as resident once they must have been made, and the least
-        cost of making a byte of them again; `NOTHING_LENT` if none can be made again."""
+        """Return the outputs that are not tracked but count as resident once they must have been made. Second result:
+        the least cost of making a byte of them again; `NOTHING_LENT` if none can be made again."""
         price = {
             t: self.cost[self.maker[t]] / self.graph.size[t]
             for t in self.graph.outputs

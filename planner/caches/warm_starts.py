@@ -26,8 +26,8 @@ def transfer_plan(plan: Plan, graph: TrainingGraph) -> Plan | None:
 
 
 def _with_new(graph: TrainingGraph, shared: set[str], runs: Iterable[str]) -> list[str]:
-    """Return ``runs`` with the ops of ``graph`` that are not in ``shared`` inserted: at the beginning if they need no
-    others, and after each run that completes or renews what they read."""
+    """Return ``runs`` with the ops of ``graph`` inserted that are not in ``shared``. Those that need no op of
+    ``shared`` come first, others after each run that completes or renews what they read."""
     made, found = set(graph.inputs), []
     for op in (op for op in graph.ops if op.name not in shared and made.issuperset(op.reads)):
         found.append(op.name)

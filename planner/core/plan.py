@@ -24,7 +24,7 @@ Status = Literal["optimal", "feasible", "refining"]
 
 CLOSED = 1e-6
 """A plan counts as optimal if its overhead is at most this much above the lower bound: one ten-thousandth of a
-percent of the cost of running each op once."""
+percent."""
 
 
 @dataclass(frozen=True, slots=True)

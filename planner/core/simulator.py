@@ -27,7 +27,7 @@ class Estimate:
 
 def simulate(graph: TrainingGraph, schedule: Schedule) -> Estimate:
     """Replay a schedule and return its peak, cost and overhead. ProblemError if it names an unknown op, reads or frees
-    what is not resident, or writes or frees an input; also if an op of ``never_rerun`` runs again, or an output is
+    what is not resident, or writes or frees an input. Also if an op of ``never_rerun`` runs again, or an output is
     missing at the end."""
     size, recipes, inputs, once = graph.size, graph.op, set(graph.inputs), set(graph.never_rerun)
     resident = set(inputs)

@@ -43,8 +43,8 @@ class Strategy:
     """Whether recomputation and inverses run concurrently with the gradients, on two threads or CUDA streams, and ahead
     of them as far as the budget allows. ``auto``: only if that is predicted to save time."""
     lane_speed: float = field(default=0.0, kw_only=True)
-    """The speed of each of two lanes while both work, relative to one that works alone: from 0.5 to 1. 0: it is
-    measured if costs are measured, and a typical value otherwise."""
+    """The speed of each of two lanes while both work, relative to one that works alone: from 0.5 to 1. If it is 0, it
+    is measured where costs are measured, and a typical value otherwise."""
 
     name: ClassVar[str]
     summary: ClassVar[str]

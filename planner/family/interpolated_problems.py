@@ -76,7 +76,8 @@ class Between:
         return {row: law.value(row, size) for row, law in self._laws.items() if law}
 
     def amounts(self, size: int) -> Amounts:
-        """Return bytes, workspaces and costs as in `problem`, but workspaces at captured sizes may be larger.
+        """Return bytes, workspaces and costs at ``size``. At captured sizes, workspaces may be larger than the
+        captured.
 
         ``size``: above the smallest captured, at most the largest; else `ProblemError`, as for a tensor without a whole
         number of bytes.

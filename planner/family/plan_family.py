@@ -25,9 +25,9 @@ class FamilyLimits:
     """The largest number of schedules in a family. The Pareto front of all plans found for one sequence length, at
     two or three budgets, had 18 to 34 plans for GPT-12, BERT-6, Llama-8 and U-Net."""
     sizes_met: int = 6
-    """The largest number of problems for which the schedules of a family are compared: the problem with the most bytes,
-    and the latest ones, of all problems for which schedules were added. Chosen without a measurement. For each of
-    these problems, all schedules are evaluated whenever one is added."""
+    """The largest number of problems for which the schedules of a family are compared. Of all problems for which
+    schedules were added, they are the one with the most bytes and the latest ones. Chosen without a measurement. For
+    each of these problems, all schedules are evaluated whenever one is added."""
 
 
 LIMITS = FamilyLimits()

@@ -30,7 +30,7 @@ class RepeatedLayers:
 
     def problem(self, more: int) -> TrainingGraph:
         """Return the problem with ``more`` further layers. `ProblemError` if the layers are not equal, or one reads
-        tensors of a layer that is not next to it; `KeyError` if a name has no counterpart in another layer."""
+        tensors of a layer that is not next to it. `KeyError` if a name has no counterpart in another layer."""
         graph, deeper, ops = self.graph, self.deeper, list[Op]()
         parts = zip(self._parts(graph), self._parts(deeper), strict=True)
         for at, (part, other) in enumerate(parts):
@@ -64,9 +64,8 @@ class RepeatedLayers:
         )
 
     def copies(self, name: str, more: int) -> list[Rename]:
-        """Return, for each copy that the op or tensor ``name`` has with ``more`` further layers, a function that
-        renames names of the same and of neighbouring layers for this copy. Outside of the middle layer there is one
-        copy."""
+        """Return a function for each copy that the op or tensor ``name`` has with ``more`` further layers. It renames
+        names of the same and of neighbouring layers for this copy. Outside of the middle layer there is one copy."""
         layer = self._place.get(name, (None, 0))[1]
         if layer == 2:
             return self._repeated(more)

@@ -28,8 +28,8 @@ LONG = 0.05
 MOVES, NODES = 20_000, 200
 """If moves are counted, a program counts as at least so many of them, and its search tree has at most so many nodes."""
 MOVES_PER_SQUARE = {True: 1.3e-3, False: 4e-5}
-"""The moves for the square of the number of a program's factors, of integer and of continuous ones: for ResNet-50, an
-integer program of 37,000 factors takes 12 s, a continuous one 0.3 s."""
+"""By whether a program is integer: its moves per squared number of factors. For ResNet-50, an integer program of 37,000
+factors takes 12 s, a continuous one 0.3 s."""
 
 
 @dataclass(frozen=True)

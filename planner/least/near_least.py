@@ -38,34 +38,35 @@ class NearLeastOptions:
     rounds: int = 4
     """Rounds that improve values. Each expands three times as many states as the one before."""
     flows: tuple[int, int, int] = (1500, 10, 200)
-    """Maximum flows for the outputs' bound, ops with large values whose reads are bounded, flows for each of them."""
+    """The most maximum flows for the outputs' bound, the number of ops with large values whose reads are bounded too,
+    and the most flows for each of these ops."""
     coarse: tuple[float, ...] = (0.16, 0.12, 0.09, 0.07, 0.05, 0.035, 0.025, 0.017)
     """Bounds are searched in problems without the tensors up to this share of the largest working set. With fewer
     tensors, searches end; DenseNet-121's bound rose from 124.2 to 130.3 MiB."""
     coarse_states: int = 2000
-    """The states to expand in each of these searches."""
+    """The states to expand in the search of a coarser problem."""
     whole: int = 128
     """Problems of at most so many tensors are first searched from the outputs over all tensors. If that search ends,
     the least peak is proven."""
     whole_share: float = 0.5
-    """The share of the effort for this search."""
+    """The share of the effort for the search over all tensors."""
     looks: int = 10
-    """About how many times one state of this search looks at all tensors: 8 in a transformer layer, 18 in a residual
-    network."""
+    """About how many times one state of the search over all tensors looks at all of them: 8 in a transformer layer, 18
+    in a residual network."""
     levels: tuple[float, ...] = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5)
     """The levels that are tried: multiples of the proven peak."""
     descents: tuple[int, ...] = (300, 1000)
     """The states to expand for one group in the descent from the outputs: a second descent follows if the first is
     stuck."""
     worth: float = 3.0
-    """No plan is searched if less than this multiple of what values and proofs took is left: in dense networks a
+    """No plan is searched if less than this multiple of what values and proofs took is left. In dense networks a
     descent takes still longer and ends in too many runs."""
     most_ops: int = 3000
     """Larger problems are not searched."""
     longest: int = 600_000
     """If a sequence of runs would be longer, the search gives up. DenseNet-121 would need a million."""
     run_moves: int = 2
-    """The moves that each run of such a sequence counts as, since it takes time to shorten. GoogLeNet's has 560,000
+    """The moves that each run of a sequence counts as, since it takes time to shorten. GoogLeNet's sequence has 560,000
     runs."""
     most_tidied: int = 300_000
     """Longer sequences are not tidied but given up, after they were shortened."""

@@ -21,17 +21,17 @@ computes the gradients of the weights.
 """
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RECEIVES = {"RECV_F": "F", "RECV_B": "B"}
-"""The kinds of entries in a rank's row in which the rank begins to receive a message, and the kind of the message: from
-the previous stage for a forward (F), or from the next stage for a backward (B)."""
+"""The kinds of entries with which a rank begins to receive a message. By each, the message's kind: F (from the previous
+stage) or B (from the next stage)."""
 SENDS = {"SEND_F": "F", "SEND_B": "B"}
-"""The kinds of entries in a rank's row in which the rank begins to send a message, and the kind of the action that made
-the message: forward (F, an output for the next stage) or backward (B, a gradient for the previous stage)."""
+"""The kinds of entries with which a rank begins to send a message. By each, the message's kind: F (an output for the
+next stage) or B (a gradient for the previous stage)."""
 KEEPS = ("KEEP_B", "FORGET_B")
-"""The kinds of entries in a rank's row that begin and end a time in which a received gradient still exists, although
-the action that reads it is over."""
+"""The kinds of entries that begin and end a time in which a received gradient still exists, although the action that
+reads it is over."""
 DROPS = {"DROP_F": "F", "DROP_B": "B"}
-"""The kinds of entries in a rank's row in which the rank frees a message that it has sent, and the kind of the action
-that made the message: forward (F, an output) or backward (B, a gradient of an input)."""
+"""The kinds of entries with which a rank frees a message that it has sent. By each, the message's kind: F (an output)
+or B (a gradient of an input)."""
 Entry: TypeAlias = tuple[str, int, int]
 """An entry in a rank's row that is no action: its kind (`RECEIVES`, `SENDS`, `KEEPS`, `DROPS`), the stage that receives
 or sends the message, the micro-batch."""
@@ -82,9 +82,8 @@ def made_by(action: Action) -> Message | None:
 class PipelineSchedule:
     """The order in which each rank of a pipeline runs its actions.
 
-    Raises a ProblemError unless there are ``ranks`` lists, each stage has exactly one rank, and each rank runs exactly
-    F, F B, or F I W for each micro-batch in each of its stages.
-    """
+    Raises a ProblemError unless there are ``ranks`` lists and each stage has exactly one rank. Each rank must run
+    exactly F, F B, or F I W for each micro-batch in each of its stages."""
 
     name: str
     stages: int
@@ -109,8 +108,8 @@ class PipelineSchedule:
             self._check(rank, actions, stages)
 
     def _check(self, rank: int, actions: RankActions, stages: tuple[int, ...]) -> None:
-        """Raise `ProblemError` unless the rank runs, for each micro-batch in each of its stages, F alone, F and B, or
-        F, I and W, in this order, and nothing else."""
+        """Raise `ProblemError` unless the rank runs, for each micro-batch in each of its stages, exactly F, F B, or F I
+        W in this order."""
         kinds: dict[tuple[int, int], str] = {}
         for a in actions:
             kinds[a.stage, a.microbatch] = kinds.get((a.stage, a.microbatch), "") + a.kind

@@ -21,7 +21,8 @@ from rematplan.planner.core.strategy import Strategy
 class AutoStages:
     """Plans single stages of a pipeline with the strategy `Auto`; implements `StagePlanner`.
 
-    ``time_limit``: the most seconds for each call of a method. ``seed``, ``gap``: as in `Auto`.
+    ``time_limit``: the most seconds for each call of a method. ``seed``: of the random choices. ``gap``: a search
+    ends when its plan's overhead is proven to exceed the optimum's by at most this.
     """
 
     time_limit: float = 2.0
@@ -81,8 +82,8 @@ class StrategyStages:
         return None
 
     def least(self, graph: TrainingGraph, starts: Sequence[Plan], _effort: Effort) -> Plan:
-        """Return the strategy's plan within the inputs' bytes or, if it refuses them, within the smallest budget that
-        its error states; `InfeasibleBudget` if it refuses this budget, too."""
+        """Return the strategy's plan within the inputs' bytes. If it refuses them, the budget is the smallest that its
+        error states; `InfeasibleBudget` if it refuses this, too."""
         try:
             return self.strategy.plan(graph, graph.input_bytes, starts=starts)
         except InfeasibleBudget as error:

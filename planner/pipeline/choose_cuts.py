@@ -43,8 +43,8 @@ REFUSED = 3
 CHANGED = 12
 """The largest number of changes of the cuts for a smaller largest peak."""
 SECONDS_A_CHANGE = 2.0
-"""A search of fewer seconds tries only one such change per this many: the smallest peaks are searched for in steps
-and not in seconds."""
+"""A search tries at most one such change per this many of its seconds: what a change takes is counted in steps, not in
+seconds."""
 REPLAYED = 400_000
 """The largest number of actions that one choice of cuts simulates to improve its candidates. That takes about 2
 seconds."""
@@ -77,7 +77,8 @@ def stage_times(
     chain: StageChain, cuts: Cuts, times: Sequence[tuple[float, float, float]], recovers: bool
 ) -> tuple[StageTimes, ...]:
     """Return the times and the message sizes of each stage of a pipeline. ``times``: for each stage, the microseconds
-    of forward, backward and separate weight gradients. ``recovers``: as in `returned_bytes`."""
+    of forward, backward and separate weight gradients. ``recovers``: whether stages send back the inputs that they
+    recover."""
     bounds = (0, *cuts, len(chain))
     return tuple(
         StageTimes(*own, sends=chain.sends[end], returns=returned_bytes(chain, start, recovers))

@@ -20,9 +20,10 @@ def lean_cuts(
     peaks: Callable[[Cuts], Sequence[int]],
     changes: int,
 ) -> Cuts:
-    """Return cuts with a small largest peak of a rank: those with the least largest ``estimate`` (a stage's bytes),
-    changed while the largest of ``peaks`` (each rank's bytes) falls. A change moves the beginning of one stage by one
-    allowed block; at most ``changes`` are tried. `UsageError` if the chain has too few places for cuts."""
+    """Return cuts with a small largest peak of a rank. The first are those with the least largest ``estimate`` (a
+    stage's bytes); they are changed while the largest of ``peaks`` (each rank's bytes) falls. A change moves the
+    beginning of one stage by one allowed block; at most ``changes`` are tried. `UsageError` if the chain has too few
+    places for cuts."""
     best = partitions(chain, schedule.stages, estimate)[0].cuts
     if not changes:
         return best

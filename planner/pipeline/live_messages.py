@@ -19,7 +19,7 @@ READS = {"F": "F", "B": "B", "I": "B"}
 a backward (B)."""
 _Key = tuple[str, str, int, int]
 """A message: "received" or "sent", its kind (F or B), the number of the stage that received or sent it, and its
-micro-batch. "ahead" and micro-batch 0: all messages of the kind that a channel has begun to receive."""
+micro-batch. With "ahead" and micro-batch 0 it is all messages of the kind that a channel has begun to receive."""
 
 
 class _Held:

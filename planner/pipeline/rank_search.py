@@ -54,7 +54,7 @@ class RankSearchLimits:
     questions: int = 24
     """About how many searches for plans and lower bounds of a stage share its part of the effort."""
     blocks: float = 0.2
-    """The share of this part for the block plans from which the searches begin."""
+    """The share of a stage's part of the effort for the block plans from which its searches begin."""
     per_op: float = 0.0005
     """The seconds for each op of a stage that a search for its plans may take at least."""
     first: float = 0.5
@@ -67,7 +67,8 @@ class RankSearchLimits:
     lowered: int = 24
     """In the search for a rank's smallest budget, the number of searches for plans between two known ones."""
     descents: int = 3
-    """In this search, the largest number of searches for plans within one byte less than the smallest peak found."""
+    """In the search for a rank's smallest budget, the most searches within one byte less than the smallest peak
+    found."""
     cheaper: int = 3
     """The number of budgets to try when searching for the smallest budget at which a rank recomputes little."""
 
@@ -323,8 +324,8 @@ class RankSearch:
         return self.rank.bounds(sum(interval) / 2)
 
     def _share(self, room: Callable[[int, int], int]) -> float:
-        """Return the largest share (0 to 1, see `RankBudgetShares.bounds`) at which each stage's budget is at least
-        ``room(index of the stage, bytes kept)``; 0 if there is none."""
+        """Return the largest share of the bytes that can be kept, from 0 (the least) to 1 (all), at which each stage's
+        budget is at least ``room(index of the stage, bytes kept)``; 0 if there is none."""
 
         def fits(share: float) -> bool:
             bounds = self.rank.bounds(share)
@@ -385,8 +386,8 @@ class RankSearch:
 
     def _floors(self, low: float, high: float) -> tuple[float, ...]:
         """Return, for each stage, a lower bound of the microseconds recomputed per micro-batch if it keeps between the
-        shares ``low`` and ``high``; infinite if no plan fits. Shares are as in `RankBudgetShares.bounds`; 1: no
-        limit."""
+        shares ``low`` and ``high``; infinite if no plan fits. Shares go from 0, the least that any plan keeps, to
+        1, which means no limit."""
         lowest, small, large = (self.rank.bounds(share) for share in (0.0, low, high))
         floors = []
         for at, stage in enumerate(self.stages):

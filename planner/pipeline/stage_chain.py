@@ -25,7 +25,7 @@ class Passage:
     """The range of blocks that a computed tensor passes, from the block that computes it to those that read it."""
 
     tensor: int
-    """Its position in the graph."""
+    """The tensor's position in ``graph.tensors``."""
     forward: bool
     """Whether the forward computes it."""
     made: int

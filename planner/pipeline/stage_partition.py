@@ -20,8 +20,8 @@ from rematplan.planner.pipeline.stage_chain import StageChain
 from rematplan.planner.pipeline.timeline import FREE_LINK, Link
 
 StageTime = Callable[[int, int, int], float]
-"""Takes (i, j, s), and returns the microseconds that stage s of blocks i to j − 1 takes for one micro-batch; infinity
-if the stage does not fit the budget."""
+"""Takes (i, j, s), and returns the microseconds of stage s with blocks i to j − 1 for one micro-batch; infinity if it
+does not fit the budget."""
 Cuts = tuple[int, ...]
 """The blocks at which the second and each later stage begin."""
 MOST_PAIRS = 32

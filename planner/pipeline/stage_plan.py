@@ -28,7 +28,7 @@ class HeldBytes:
     gradients: int = 0
     """The parameters' gradients, which exist from the first backward to the end of the step."""
     early_gradients: int = 0
-    """Those that an I computes, because one op computes them together with the input's gradient."""
+    """The part of ``gradients`` that an I computes, because one op computes it together with the input's gradient."""
 
     def taken_over(self, kind: Kind) -> int:
         """Return what an earlier action kept for an action's micro-batch; the action's transient includes it."""
@@ -52,19 +52,20 @@ class TransientBytes:
     """
 
     forward: int = 0
-    """Of F."""
+    """The transient of F."""
     backward: int = 0
-    """Of I. That of a B is the larger of this and ``weight`` + ``whole`` + new `HeldBytes.early_gradients`."""
+    """The transient of I. That of a B is the larger of this and ``weight`` + ``whole`` + new
+    `HeldBytes.early_gradients`."""
     weight: int = 0
-    """Of W; 0 if the backward is not split."""
+    """The transient of W; 0 if the backward is not split."""
     whole: int = 0
     """What the work of W needs in addition in a B: torch keeps outputs and their gradients to the end of a B,
     but frees them after an I.
     """
     first_backward: int | None = None
-    """In place of ``backward`` in the first B or I of a step; None: no difference."""
+    """What replaces ``backward`` in the first B or I of a step; None: nothing does."""
     first_weight: int | None = None
-    """In place of ``weight`` in the first B or W, without the early gradients; None: no difference."""
+    """What replaces ``weight`` in the first B or W of a step, without the early gradients; None: nothing does."""
 
     @property
     def most(self) -> int:
@@ -89,13 +90,13 @@ class MessageBytes:
     """
 
     received: int = 0
-    """From the previous stage while it waits. During the action that reads it, it counts to the transient."""
+    """The message from the previous stage, while it waits. During the action that reads it, it is in the transient."""
     answered: int = 0
-    """From the next stage while it waits, likewise."""
+    """The message from the next stage, while it waits."""
     sent: int = 0
-    """To the next stage. In a `StagePlan` it counts after its micro-batch's backward."""
+    """The message to the next stage. In a `StagePlan` it counts after its micro-batch's backward."""
     returned: int = 0
-    """To the previous stage."""
+    """The message to the previous stage."""
     credits: int = 0
     """How many messages a channel receives ahead in each direction; 0 without channels."""
 
@@ -119,11 +120,11 @@ class StandingBytes:
     left: int = 0
     """What each B or I leaves until the end of the step: returned outputs and the loss."""
     opening: int = 0
-    """In addition while torch prepares the step. A rank counts the largest ``opening`` of its stages."""
+    """Bytes in addition while torch prepares the step. A rank counts the largest ``opening`` of its stages."""
     closing: int = 0
-    """In addition while torch joins the outputs of all micro-batches, after all actions."""
+    """Bytes in addition while torch joins the outputs of all micro-batches, after all actions."""
     ending: int = 0
-    """In addition after the last action, while torch scales or reduces gradients. A rank counts the largest
+    """Bytes in addition after the last action, while torch scales or reduces gradients. A rank counts the largest
     ``ending`` of its stages.
     """
 
@@ -138,13 +139,13 @@ class ActionTimes:
     """The microseconds of a stage's actions, recomputation included."""
 
     forward: float = 0.0
-    """Of F."""
+    """The time of F."""
     backward: float = 0.0
-    """Of I, or of B if ``weight`` is 0."""
+    """The time of I, or of B if ``weight`` is 0."""
     weight: float = 0.0
-    """Of W."""
+    """The time of W."""
     extra: float = 0.0
-    """Of recomputation, which the other three include."""
+    """The time of recomputation, which the other three include."""
 
     @property
     def total(self) -> float:
@@ -157,7 +158,7 @@ class StagePlan:
     """The memory and times of a stage under a plan, for one micro-batch."""
 
     stage: int
-    """Its number, from 0."""
+    """The stage's number, from 0."""
     held: HeldBytes = HeldBytes()
     transients: TransientBytes = TransientBytes()
     messages: MessageBytes = MessageBytes()

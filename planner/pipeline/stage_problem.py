@@ -244,9 +244,9 @@ def _split_figures(
     tangents: Sequence[int] | None,
     saved: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name. ``split``:
-    the step of the second boundary. ``beyond``, ``first``: the bytes at each step without inputs, ``first`` in the
-    step's first backward. ``tangents``: as in `_held_longer`. ``saved``: further bytes that F keeps."""
+    """Return the fields of `HeldBytes` and of `TransientBytes` that only a split backward has, by name. ``split``: the
+    step of the second boundary. ``beyond``, ``first``: the bytes at each step without inputs, ``first`` in the step's
+    first backward. ``tangents``: by step, or None if a B frees them early. ``saved``: further bytes that F keeps."""
     graph, start = problem.graph, split + 1
     # The I ends with the frees that follow the second boundary op.
     while start < len(schedule) and isinstance(schedule[start], Free):

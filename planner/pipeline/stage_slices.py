@@ -13,11 +13,11 @@ from rematplan.planner.pipeline.stage_plan import StagePlan
 from rematplan.planner.pipeline.stage_problem import StageProblem
 
 BOUNDARY, WEIGHTS = "(boundary)", "(weight gradients)"
-"""The names of two ops, and of the 0-byte tensors they write: the op between a stage's forward and backward, and the
-op between the backward ops for the input's gradient and those for the gradients of the weights."""
+"""The names of two ops, and of the 0-byte tensors that they write. The first op is between a stage's forward and
+backward, the second between the backward ops for the input's gradient and those for the weights' gradients."""
 RECEIVE, SEND, ANSWER, RETURN = "(receive)", "(send)", "(answer)", "(return)"
-"""The names of four ops of a stage that recovers its input: it receives the input, sends the output, gets the output
-again from the next stage, and returns the input with its gradient."""
+"""The names of four ops of a stage that recovers its input. They receive the input, send the output, get the output
+again from the next stage, and return the input with its gradient."""
 
 
 @dataclass(frozen=True)

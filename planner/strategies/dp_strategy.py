@@ -16,8 +16,8 @@ from rematplan.planner.core.strategy import Progress
 from rematplan.planner.strategies.block_strategy import BlockStrategy, Chain
 
 SHARES = {"time": (0.0, 0.02, 0.05, 0.1, 0.2, 0.4), "memory": (1.0, 0.95, 0.9, 0.75, 0.6, 0.4)}
-"""For each objective, which chains are taken from a table of the dynamic program: those with these recomputation times,
-as positions in the sorted feasible times (0: the least, 1: the most)."""
+"""For each objective, which chains are taken from a table of the dynamic program: those with these recomputation times.
+They are positions in the sorted feasible times (0: the least, 1: the most)."""
 
 WORK = 1.6e10
 """The estimated work, in arbitrary units, that the tables of one formula may take together."""

@@ -178,7 +178,7 @@ class _Best:
     bound: float
     """A proven lower bound of the overhead within the budget."""
     goal: float
-    """The same for plans without inverses. The search ends when the best plan reaches it."""
+    """A proven lower bound for plans without inverses. The search ends when the best plan reaches it."""
     plan: Plan | None = None
     """The cheapest plan that fits, or None."""
     _least: Plan | None = None
