@@ -70,7 +70,7 @@ def sweep(P: Problem, S: State, waiting: int) -> None:
 @inner
 def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int:
     """Append to the first ``waiting`` entries of ``S.queue`` the runs from which ``op`` would read at ``slot``, as far
-    as they fit, and return the new number of entries."""
+    as they fit. Return the new number of entries."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         if waiting < S.queue.size:
             S.queue[waiting] = copy_before(P.flow, S.links, P.reads[k], slot)
@@ -80,8 +80,8 @@ def queue_servers(P: Problem, S: State, op: int, slot: int, waiting: int) -> int
 
 @inner
 def random_spare(P: Problem, S: State) -> int:
-    """Draw a random run of an op that runs more often than it must, and return it if it can be removed; -1 if it
-    cannot, or no op runs more often."""
+    """Draw a random run of an op that runs more often than it must. Return it if it can be removed; -1 if it cannot, or
+    no op runs more often."""
     if S.number[MULTI] == 0:
         return -1
     op = S.multi[below(S.random, S.number[MULTI])]

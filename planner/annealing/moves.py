@@ -91,8 +91,8 @@ def shift_one(P: Problem, S: State) -> bool:
 
 @inner
 def window(P: Problem, S: State, node: int) -> tuple[int, int]:
-    """Return two slots strictly between which the run ``node`` can be moved, such that each run still reads from the
-    same runs and the required orders are kept."""
+    """Return two slots strictly between which the run ``node`` can be moved. There each run still reads from the same
+    runs, and the required orders are kept."""
     op, slot = S.op[node], S.links.slot[node]
     low = S.links.slot[S.links.prev[node]] if S.links.prev[node] >= 0 else 0
     high = S.links.slot[S.links.next[node]] if S.links.next[node] >= 0 else S.at.size - 1
@@ -125,7 +125,7 @@ def window(P: Problem, S: State, node: int) -> tuple[int, int]:
 
 @inner
 def random_node(S: State, start: int) -> int:
-    """Return the first run at or after a random slot that is at least ``start``."""
+    """Draw a random slot from ``start`` on. Return the run in it, or in the next slot that is not empty."""
     return node_after(S.at, start - 1 + below(S.random, S.at.size - start))
 
 

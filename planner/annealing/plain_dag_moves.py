@@ -60,9 +60,9 @@ def idle_tensor(P: Problem, S: State, slot: int) -> tuple[int, int, int]:
 
 @inner
 def uses_around(P: Problem, S: State, tensor: int, server: int, slot: int) -> tuple[int, int]:
-    """Return two slots for ``tensor`` as the run ``server`` wrote it: of its last read before ``slot`` (of ``server``
-    if there is none), and of its first read after ``slot``. The second is `NO_SLOT` if the tensor is read at ``slot``,
-    or not after it."""
+    """Return two slots at which ``tensor`` is read as the run ``server`` wrote it: the last before ``slot`` (that of
+    ``server`` if there is none), and the first after it. The second is `NO_SLOT` if the tensor is read at ``slot``, or
+    not after it."""
     links, end, first = S.links, S.links.slot[server], NO_SLOT
     later = links.next[server]
     stop = links.slot[later] if later >= 0 else NO_SLOT
@@ -104,9 +104,9 @@ def relief(P: Problem, S: State, op: int, slot: int, stop: int) -> tuple[float, 
 
 @inner
 def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
-    """Insert, directly before the run ``node``, each op that shares an input with ``op``, if freeing the op's earlier
-    results, unused at ``slot``, saves more energy than it costs. The loop ends early if nodes, slots or log lines run
-    short."""
+    """Insert, directly before the run ``node``, ops that share an input with ``op``. An op is inserted if freeing its
+    earlier results, unused at ``slot``, saves more energy than it costs. The loop ends early if nodes, slots or log
+    lines run short."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         for j in range(P.flow.readers_at[t], P.flow.readers_at[t + 1]):
@@ -126,8 +126,9 @@ def drop_siblings(P: Problem, S: State, op: int, node: int, slot: int) -> None:
 
 @inner
 def hold_inputs(P: Problem, S: State, op: int, slot: int) -> None:
-    """For each input of ``op``, which runs at ``slot``: if `removal` estimates that this lowers the energy, hold the
-    input until the next run that recomputes it, and remove that run. Nothing is removed while log lines are short."""
+    """Hold inputs of ``op``, which runs at ``slot``, until the next run that recomputes them, and remove that run. This
+    is done for inputs for which `removal` estimates that it lowers the energy. Nothing is removed while log lines are
+    short."""
     for k in range(P.reads_at[op], P.reads_at[op + 1]):
         t = P.reads[k]
         again = S.links.next[copy_before(P.flow, S.links, t, slot)]
@@ -175,9 +176,9 @@ def remove_run(P: Problem, S: State, allowed: float) -> bool:
 
 @inner
 def best_drop(P: Problem, S: State, slot: int, allowed: float) -> tuple[int, int]:
-    """Return the op whose recomputation saves the most energy, of those that wrote a few random tensors unused at
-    ``slot``, and the run before which to run it. Both are -1 if every op raises the energy by ``allowed`` or more, or
-    no unused tensor is found."""
+    """Return, of the ops that wrote a few random tensors unused at ``slot``, the one whose recomputation saves the most
+    energy. Second result: the run before which to run it. Both are -1 if every op raises the energy by ``allowed`` or
+    more, or no unused tensor is found."""
     most, place, chosen = -allowed, -1, -1
     for _ in range(1 + below(S.random, TENSORS_DRAWN)):
         reader, t, _ = idle_tensor(P, S, slot)

@@ -130,8 +130,8 @@ def sort(items: Ints, length: int) -> None:
 
 @inner
 def early_place(P: Problem, S: State, op: int, slot: int, reader: int) -> int:
-    """Return a run between ``slot`` and the run ``reader`` before which ``op`` can run again: the earliest that is the
-    last to read an input of ``op``; ``reader`` if there is none."""
+    """Return a run between ``slot`` and the run ``reader`` before which ``op`` can run again. It is the earliest that
+    is the last to read an input of ``op``; ``reader`` if there is none."""
     until = S.links.slot[reader]
     first = until
     for k in range(P.reads_at[op], P.reads_at[op + 1]):

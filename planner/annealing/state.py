@@ -64,7 +64,8 @@ class Problem(NamedTuple):
     several: bool
     """Whether any tensor can be written by several ops."""
     plain: bool
-    """Whether there is no backward half. Then chains are limited, which would grow without end."""
+    """Whether there is no backward half. Then chains of recomputations have a largest length: they would grow without
+    end."""
     size: Floats
     """By tensor, in memory units."""
     cost: Floats
@@ -87,12 +88,12 @@ class Links(NamedTuple):
     prev: Ints
     """By node: the previous run of the same op, or -1."""
     next: Ints
-    """By node: the next one, or -1."""
+    """By node: the next run of the same op, or -1."""
     first: Ints
-    """By op: its first run."""
+    """By op: its first run, or -1."""
     last: Ints
-    """By op: its last run; then, by op again, where `far_run_before` begins, or -1. One more array would cost the
-    annealer 5 % of its moves."""
+    """By op: its last run; then, by op again, the run at which `far_run_before` begins. Both may be -1. One more array
+    would cost the annealer 5 % of its moves."""
 
 
 class State(NamedTuple):
@@ -102,7 +103,7 @@ class State(NamedTuple):
     op: Ints
     """By node."""
     runs: Ints
-    """By op: how many."""
+    """By op: how many runs it has."""
     place: Ints
     """By op: its index in ``multi``."""
     stamp: Ints
@@ -120,8 +121,9 @@ class State(NamedTuple):
     multi: Ints
     """The ops that run more often than they must."""
     chain: Ints
-    """Scratch space, as ``queue``."""
+    """Scratch space: the ops of a chain of recomputations, then their nodes."""
     queue: Ints
+    """Scratch space: nodes whose results may be read by nothing any more."""
     best: Ints
     """The ops of the cheapest sequence within the budget."""
     number: Ints
@@ -193,7 +195,7 @@ def run_before(L: Links, op: int, slot: int) -> int:
 @inner
 def far_run_before(L: Links, op: int, slot: int) -> int:
     """Return the latest run of ``op`` before ``slot``, -1 if there is none. The search begins at the run that the
-    previous one for ``op`` found, and keeps its own for the next."""
+    previous search for ``op`` found, and notes its result in ``L.last`` for the next one."""
     # In a sequence of 10^5 runs an op has hundreds, and searches that follow each other are mostly near each other.
     begin = L.first.size + op
     node = L.last[begin] if L.last[begin] >= 0 else L.last[op]
@@ -255,8 +257,8 @@ def last_read(F: Flow, L: Links, tensor: int, start: int, stop: int, skip: int) 
 
 @inner
 def end_of(F: Flow, L: Links, tensor: int, node: int, skip: int) -> int:
-    """Return the slot until which ``tensor`` is live as the run ``node`` writes it: that of its last read before it is
-    written again, or of ``node`` if there is none. Reads of the run ``skip`` do not count."""
+    """Return the slot until which ``tensor`` is live as the run ``node`` writes it. It is the slot of the last read
+    before the tensor is written again, or that of ``node`` if there is none. Reads of the run ``skip`` do not count."""
     return last_read(F, L, tensor, L.slot[node], copy_stop(F, L, tensor, node), skip)
 
 

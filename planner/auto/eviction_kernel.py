@@ -37,8 +37,8 @@ class Policy(NamedTuple):
     last_first: bool
     """Whether the last missing tensor is recomputed first."""
     passes: int
-    """Whether outputs may be evicted and computed again in a later pass (`passes`): 0 if not, 1 for as few passes as
-    may fit, 2 for one more."""
+    """Whether outputs may be evicted and computed again in a later pass (`passes`). 0: no; 1: in as few passes as may
+    fit; 2: in one more."""
 
 
 class EvictionArrays(NamedTuple):
@@ -55,7 +55,7 @@ class EvictionArrays(NamedTuple):
     producer: Ints
     """By tensor: the op that writes it."""
     backward: Flags
-    """By tensor: whether that op is of the backward half."""
+    """By tensor: whether the op that writes it is of the backward half."""
     once: Flags
     """By op: whether it must not run again."""
     kept_from: Ints

@@ -51,7 +51,7 @@ class Masks(NamedTuple):
 @unlocked
 def search(problem: Masks, room: int, below: float, most_states: int) -> tuple[bool, float, Ints]:
     """Return whether the search ended within ``most_states`` states, the least cost of a schedule, and its ops and
-    inverses in order; the cost is infinite if none that costs less than ``below`` fits. ``room``: the budget without
+    inverses in order. The cost is infinite if none that costs less than ``below`` fits. ``room``: the budget without
     inputs, in bytes."""
     sets, costs = np.zeros(1024, np.int64), np.zeros(1024)
     came, by = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
@@ -109,7 +109,7 @@ def search(problem: Masks, room: int, below: float, most_states: int) -> tuple[b
 @unlocked
 def _minimal_sets(problem: Masks, held: int, short: int, freed: Ints) -> int:
     """Write into ``freed`` the minimal subsets of ``held`` whose bytes sum to at least ``short`` (the empty set if that
-    is not positive), and return how many, at most as many as ``freed`` has places."""
+    is not positive). Return how many: at most as many as ``freed`` has places."""
     count, depth = 0, 0
     # By depth: the set so far, the bytes that it lacks, the bytes of the tensors not tried yet, the next tensor.
     chosen, lacks = np.zeros(MOST_BITS + 1, np.int64), np.zeros(MOST_BITS + 1, np.int64)

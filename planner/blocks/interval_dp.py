@@ -85,7 +85,7 @@ class Units(NamedTuple):
     """The costs (shares of the chain's) and bytes (whole memory units) of a `BlockChain`; other fields as there."""
 
     cost: Floats
-    """Prefix sums over the blocks, from 0, as ``left``."""
+    """Prefix sums over the blocks, from 0. ``left``: likewise."""
     closing_cost: Floats
     left: Ints
     saved: Ints

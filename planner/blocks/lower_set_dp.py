@@ -235,8 +235,8 @@ def _step(family: Family, unit: int, i: int, j: int, last_free: bool) -> tuple[i
 
 @kernel
 def _asked(family: Family, budget: int) -> tuple[int, int]:
-    """Return two peaks by the formula, `NEVER` for none: of a chain that fits ``budget`` and caches few bytes, and the
-    least of all steps that were rejected."""
+    """Return two peaks by the formula: of a chain that fits ``budget`` and caches few bytes, and the least of all steps
+    that were rejected. `NEVER` stands for none."""
     # As in `_fill`, without time. Budgets between ``budget`` and the least rejected peak allow the same
     # chains.
     count = len(family.bytes)

@@ -94,9 +94,8 @@ def _stage_by_op(traffic: CSRGraph, block: Ints, kept: Flags) -> Ints:
 
 @kernel
 def _demand(traffic: CSRGraph, op: int, resident: Flags, asked: Ints, again: Ints) -> int:
-    """Write to ``again`` the forward ops that must run again before ``op``: those that write a tensor that is not
-    resident and that ``op``, or another of them, reads. Return their number. They are in no order; ``asked`` is scratch
-    space."""
+    """Write to ``again`` the forward ops that must run again before ``op``. They write a tensor that is not resident,
+    and that ``op`` or another of them reads. Return their number. They are in no order; ``asked`` is scratch space."""
     found, at = 0, op
     done = 0
     while True:

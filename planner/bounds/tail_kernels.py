@@ -25,9 +25,9 @@ class States(NamedTuple):
 
     sets: Words
     costs: Floats
-    """As shares of the base cost, without lent bytes."""
+    """As shares of the base cost, without what ``lent`` costs."""
     lent: Ints
-    """Bytes; each costs the *rate*."""
+    """Bytes of small outputs that count as made again from there on. Each costs ``rate``."""
 
 
 class Interval(NamedTuple):

@@ -296,9 +296,9 @@ def regressed(
     seen: Words,
     levels: Ints,
 ) -> tuple[bool, int, int, int, int, int]:
-    """Regress ``op`` (-1: none) in a set, and settle the set, both in place. Return whether its level is below
-    ``best`` and the set is new and not dominated; its level, count and bytes, the number of actions in ``steps``, and
-    that of tensors looked at."""
+    """Regress ``op`` (-1: none) in a set, and settle the set, both in place. Return whether its level is below ``best``
+    and the set is new and not dominated. The other results: its level, count and bytes, the number of actions in
+    ``steps``, and that of tensors looked at."""
     made, looked, fits = 0, 2 * n, True
     for i in range(n):
         marks[demanded[i]] = 1

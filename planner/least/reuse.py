@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rematplan.planner.arrays.csr import compressed_rows
 from rematplan.planner.caches.numba_kernels import inner, kernel
 from rematplan.planner.core.array_types import Flags, Ints
 from rematplan.planner.least.demands import Demands
@@ -53,7 +54,7 @@ def places(runs: Ints, row_at: Ints, row: Ints, tensors: int) -> tuple[Ints, Int
 
 @inner
 def upcoming(t: int, nexts: Ints, at: Ints, found: Ints) -> int:
-    """Return the next position of tensor ``t``, or `NEVER`."""
+    """Return the next position in ``found`` of a run that has tensor ``t``; `NEVER` if there is none."""
     return int(found[nexts[t]]) if nexts[t] < at[t + 1] else NEVER
 
 
@@ -70,7 +71,7 @@ def is_awaited(
 
 @inner
 def drop(t: int, listed: Ints, count: int, place: Ints) -> int:
-    """Remove a tensor from the list of resident ones. Return how many are left."""
+    """Remove tensor ``t`` from the list of resident ones, in place. Return how many are left."""
     count -= 1
     last = listed[count]
     listed[place[t]], place[last] = last, place[t]
@@ -139,11 +140,7 @@ def replay(
 def shortened(demands: Demands, runs: list[int], budget: int) -> list[int]:
     """Return a sequence of runs (positions in `Demands.ops`) with the same outputs, without those that are useless or
     that the budget makes needless. ``budget``: bytes without inputs. The result exceeds it only if ``runs`` does."""
-    rows = [
-        np.array([t for row in table for t in row], np.int64) for table in (demands.reads, demands.writes)
-    ]
-    starts = [np.cumsum([0, *map(len, table)], dtype=np.int64) for table in (demands.reads, demands.writes)]
-    flow = (starts[0], rows[0], starts[1], rows[1])
+    flow = (*compressed_rows(demands.reads), *compressed_rows(demands.writes))
     sizes, output = np.array(demands.sizes, np.int64), np.zeros(len(demands.sizes), np.bool_)
     output[list(demands.outputs)] = True
     left = np.array(runs, np.int64)
