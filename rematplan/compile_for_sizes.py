@@ -49,7 +49,7 @@ class Compiler(Protocol):
     plans: list[Plan]
     """Every plan for which a graph was compiled."""
     planner: Planner
-    """Plans captured steps."""
+    """The planner of captured steps."""
 
     def compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], partition: Partition
@@ -72,7 +72,7 @@ class _Version:
     run: Callable[..., Any]
     """The compiled function."""
     holds: Callable[..., bool]
-    """Returns whether the compiled function is valid for the values of the graph's symbolic sizes."""
+    """A function that returns whether the compiled function is valid for the values of the graph's symbolic sizes."""
 
 
 class SymbolicGraph:

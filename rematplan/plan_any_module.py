@@ -297,7 +297,7 @@ class ModuleOptions:
     """The keywords of `plan_module` that a user stated for one module."""
 
     options: PlanOptions
-    """Those that determine a plan."""
+    """The options that determine a plan."""
     shapes: ShapeOptions = field(default_factory=ShapeOptions)
     """Which shapes are planned."""
     statistics: Kronecker | None = None

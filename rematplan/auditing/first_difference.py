@@ -26,9 +26,9 @@ class FirstDifference:
 
     region: Region
     first: OpRun
-    """Its run in the forward."""
+    """The op's run in the forward."""
     again: OpRun
-    """Its run in the recomputation."""
+    """The op's run in the recomputation."""
 
     @property
     def error(self) -> float:
@@ -250,8 +250,8 @@ def left_to_stop_early(region: Region) -> str:
 
 
 def chooses_others(region: Region) -> str:
-    """Return the first op with whole numbers as results, as a router's topk, that chooses others again; empty if
-    there is none."""
+    """Return the name of the first op, such as a router's topk, whose integer results differ in the recomputation;
+    empty if there is none."""
     found = (f for f, a in _pairs(region) if _key(f) == _key(a) and _whole(f) and f.values != a.values)
     return next((f"{f.op} in {f.module}" if f.module else f.op for f in found), "")
 

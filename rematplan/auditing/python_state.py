@@ -42,7 +42,7 @@ class Holder:
     """An object whose named values a step may change."""
 
     name: str
-    """For people."""
+    """The object's name, for messages."""
     read: Callable[[], dict[str, Any]]
     write: Callable[[dict[str, Any]], None]
     """Sets the values to what ``read`` returned."""

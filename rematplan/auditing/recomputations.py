@@ -42,7 +42,7 @@ class OpRun:
     autocast: Autocast
     """The autocast state: for each type of device whether it is enabled, and its type."""
     read: tuple[Value, ...]
-    """The tensors that it reads."""
+    """The tensors that the op reads."""
     numbers: str
     """The arguments that are no tensors."""
     draws: str
@@ -63,7 +63,7 @@ class Region:
     name: str
     """The name of the `torch.autograd.Function`, or the kind."""
     module: str
-    """The module that called it."""
+    """The module that called the function."""
     inputs_train: bool = True
     """Whether an argument requires a gradient."""
     nested_train: bool = False

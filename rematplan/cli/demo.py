@@ -39,13 +39,13 @@ class Case:
     name: str
     """The network's name in the zoo."""
     batch: int
-    """Samples."""
+    """The number of samples in a batch."""
     image: int
     """The side of the image in pixels."""
     width: int
-    """Channels."""
+    """The network's width, in channels."""
     budget: str
-    """As text, such as ``60%``."""
+    """The budget as text, such as ``60%``."""
 
 
 CASES = (Case("unet", 2, 192, 32, "60%"), Case("resnet50", 8, 224, 64, "60%"))

@@ -34,7 +34,7 @@ class Fit:
     name: str
     dimension: str
     memory: int
-    """In bytes."""
+    """The memory that the step must fit into, in bytes."""
     here: AtSize
     """The size in question."""
     split: dict[str, dict[str, int]]

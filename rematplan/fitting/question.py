@@ -70,7 +70,7 @@ class SizedModel:
     """The size in question."""
     at: Callable[[int], WithoutData]
     unit: int = 1
-    """Sizes are multiples of it."""
+    """Sizes are multiples of this number."""
     most: int = MOST
     """The largest size that the model can have."""
     samples: int | None = None
@@ -91,7 +91,7 @@ class Question:
     """What a training must fit into, and how it trains."""
 
     memory: int
-    """In bytes."""
+    """The memory that a step must fit into, in bytes."""
     optimizer: MakeOptimizer | None = None
     dtype: str | None = None
     costs: str = "roofline"

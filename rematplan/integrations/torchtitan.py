@@ -25,7 +25,7 @@ class BudgetAC(ActivationCheckpointing):  # type: ignore[misc]
         """The configuration. The fields of its base mean nothing to a plan."""
 
         budget: str = ""
-        """As in `plan_module`, for each block."""
+        """The budget of each block, in the form that `plan_module` takes."""
         strategy: str = "auto"
         """The strategy of the plans."""
         costs: str = "profile"

@@ -44,7 +44,7 @@ class Original:
 
     model: nn.Module
     forward: Callable[..., Any]
-    """Its own forward."""
+    """The model's own forward."""
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward without a plan; if another thread captures a model, wait for that."""

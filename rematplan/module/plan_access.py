@@ -89,7 +89,7 @@ class PlanningStats:
     instances: int = 0
     """How often a shape was served by a capture with symbolic sizes."""
     carried: int = 0
-    """How many of these needed neither a step nor a search, because a plan made at other sizes was used."""
+    """How many of the ``instances`` needed neither a step nor a search, because a plan made at other sizes was used."""
     sources: int = 0
     """The number of compiled sources that serve all sizes."""
     dropped: int = 0

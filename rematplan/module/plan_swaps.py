@@ -20,7 +20,7 @@ class Running:
     plan: Plan
     """The plan."""
     compiled: CompiledPlan
-    """Its compiled form."""
+    """The compiled form of the plan."""
     refinement: Refinement | None = None
     """The search; None if there is none."""
     swaps: int = 0

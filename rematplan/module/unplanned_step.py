@@ -16,7 +16,7 @@ class UnplannedStep:
     is expected to supply."""
 
     make: Callable[[], CapturedStep]
-    """Makes `whole`."""
+    """A function that makes `whole`."""
     arrived: frozenset[str] = frozenset()
     """Positions, as text, of outputs that received a gradient in an earlier backward, so that it is expected."""
 

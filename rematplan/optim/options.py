@@ -15,7 +15,7 @@ from rematplan.optim.factor import AUTO
 from rematplan.optim.param_groups import Group
 
 MakeOthers: TypeAlias = Callable[[list[Group]], Optimizer]
-"""Makes an optimizer from param groups, for the parameters without factors."""
+"""A function that makes an optimizer from param groups, for the parameters without factors."""
 
 
 def check_others(model: nn.Module, theirs: list[Group], others: MakeOthers | None) -> None:

@@ -31,13 +31,13 @@ class Copies:
     """The most copies that an exchange between processes allocates temporarily."""
 
     sums: int = 0
-    """Of the statistics of all layers."""
+    """The bytes of the statistics of all layers."""
     inverses: int = 0
-    """Of the inverses that this process uses."""
+    """The bytes of the inverses that this process uses."""
     gradients: int = 0
-    """Of the gradients of all layers."""
+    """The bytes of the gradients of all layers."""
     others: int = 0
-    """Of the gradients of all other parameters."""
+    """The bytes of the gradients of all other parameters."""
 
 
 def sums_bytes(layer: Layer) -> int:

@@ -61,7 +61,7 @@ class PlannedPart:
     """The bytes within which another plan of this part must stay, inputs of its problem included. That plan keeps no
     more between forward and backward than this one."""
     planner: Planner
-    """Makes the part's planning problems."""
+    """The planner that makes the part's planning problems."""
 
     def is_of(self, step: CapturedStep) -> bool:
         """Return whether a step has the same calls and sizes as the plan's step."""
@@ -181,7 +181,7 @@ class CommonSearch:
 
     rehearsed: Rehearsed
     planner: Planner
-    """Makes the problems of the parts."""
+    """The planner that makes the problems of the parts."""
     forms: Mapping[EqualParts, CapturedStep]
     """The steps with inverses, in the order of the stages."""
     search: RankSearch

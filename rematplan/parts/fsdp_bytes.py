@@ -28,15 +28,15 @@ class FsdpBytes:
     """Bytes on this rank in addition to its shards of the weights; all are 0 if nothing is sharded."""
 
     always: int = 0
-    """Of weights that stay gathered from forward to backward, and of whole gradients of earlier steps."""
+    """The bytes of weights that stay gathered from forward to backward, and of whole gradients of earlier steps."""
     forward: int = 0
-    """In addition before the forward's end."""
+    """Further bytes before the forward's end."""
     backward: int = 0
-    """In addition between the backwards of parts."""
+    """Further bytes between the backwards of parts."""
     running: int = 0
-    """In addition during the backward of a part, the whole gradients of its layer included."""
+    """Further bytes during the backward of a part, the whole gradients of its layer included."""
     ending: int = 0
-    """In addition after the backwards of all parts."""
+    """Further bytes after the backwards of all parts."""
     own: Mapping[str, int] = field(default_factory=dict)
     """By name of a part, the bytes of its gradients that ``running`` includes."""
     left: Mapping[str, int] = field(default_factory=dict)

@@ -28,9 +28,9 @@ class EqualParts:
     """Parts that one capture serves: modules of one class with equal settings that are called with equal shapes."""
 
     function: Any
-    """Their forward: a function of their class, or one that was set in its place."""
+    """The parts' forward: a function of their class, or one that was set in its place."""
     state: Hashable
-    """The key of their state."""
+    """The key of the parts' state."""
     capture: ReadyCapture
     step: CapturedStep
     names: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Event:
     before: int
     """The most bytes since the previous event."""
     during: int
-    """The bytes when it begins."""
+    """The bytes when the event begins."""
 
 
 @dataclass(frozen=True, eq=False)

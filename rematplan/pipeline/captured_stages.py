@@ -56,7 +56,7 @@ class CapturedStage:
     stage: StageModule
     """The module and its arguments."""
     planner: Planner
-    """Makes the planning problem."""
+    """The planner that makes the planning problem."""
     template: StagePlan
     place: StagePlace
     loss: LossMemory | None

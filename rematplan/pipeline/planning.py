@@ -53,7 +53,7 @@ class PipelineRequest:
     link: Link = FREE_LINK
     """The speed of messages between ranks."""
     overhead: float = 0.0
-    """Microseconds of an action in addition to its ops."""
+    """The time of an action in addition to its ops, in microseconds."""
     optimizer: float = 0.0
     """The bytes of optimizer state ÷ those of trained parameters."""
 

@@ -166,11 +166,11 @@ class Branch:
 
     name: str
     runs: int = 0
-    """The number of these runs."""
+    """The number of runs of these ops."""
     bytes: int = 0
     """The bytes that they write, each run's counted."""
     cost: float = 0.0
-    """Their time in microseconds."""
+    """The time of the runs, in microseconds."""
     inner: dict[str, Branch] = field(default_factory=dict)
     """The submodules, by name."""
 

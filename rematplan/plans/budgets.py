@@ -49,7 +49,7 @@ class Budget:
     """A budget that was read from text. Its number of bytes may depend on the planning problem."""
 
     text: str
-    """As the user wrote it."""
+    """The budget as the user wrote it."""
     kind: str
     """How the bytes follow.
 

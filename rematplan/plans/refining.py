@@ -70,7 +70,7 @@ class Wanted:
     shapes: str
     """The types and shapes of the batch, as text for log messages."""
     budget: int
-    """Bytes."""
+    """The budget in bytes."""
     plan: Plan
     """The plan with which training starts."""
     strategy: Auto
@@ -84,9 +84,9 @@ class Refining:
     """A search for a better plan of a step, in another process while training runs."""
 
     wanted: Wanted
-    """What is searched for."""
+    """What a search looks for."""
     finish: Callable[[Plan], StepPlan | None]
-    """Makes a `StepPlan` of each better plan, or returns None to drop it."""
+    """A function that makes a `StepPlan` of a better plan, or returns None to drop the plan."""
     store: PlanStore
     """Receives every plan that the search finds."""
     seconds: float = 0.0
@@ -175,13 +175,14 @@ class Rechoosing:
     plan: Plan
     """The plan in use."""
     best: Callable[[], Plan | None]
-    """Returns the best plan of the family at these sizes, or None."""
+    """A function that returns the best plan of the family at these sizes; None if none fits."""
     finish: Callable[[Plan], StepPlan]
-    """Makes a `StepPlan` of a plan."""
+    """A function that makes a `StepPlan` of a plan."""
     family: PlanFamily
     """The known plans for all sizes. Whenever it has new ones, it is evaluated again."""
     search: Callable[[], Refining | None] | None
-    """Returns a search in another process, or None if none is needed; None if options exclude searches."""
+    """A function that returns a search in another process, or None if none is needed. None if the options exclude
+    searches."""
     searches: list[Refinement]
     """The running searches at all sizes, shared by the objects of one family."""
     _compiled: Callable[[StepPlan], Any] = field(init=False)

@@ -45,7 +45,7 @@ class Corner:
     bytes: Ints
     """The bytes of the problem's tensors, which may be more than those of their storages."""
     amounts: Amounts
-    """Bytes, workspaces and costs of the problem."""
+    """The bytes, workspaces and costs of the problem."""
     traffic: Ints
     """The bytes that each op and inverse reads and writes."""
 
@@ -62,14 +62,15 @@ class Resizing:
     storages: tuple[str, ...]
     """The names of the step's storages, in the order of ``nominal`` in `Corner`."""
     budget: int
-    """Bytes, for all sizes."""
+    """The budget in bytes, for all sizes."""
     family: PlanFamily
     """The known plans."""
     search: Callable[[TrainingGraph, Plan], Refining | None] | None = None
-    """Returns a search for a better plan, or None if none is needed; None if the options exclude searches."""
+    """A function that returns a search for a better plan, or None if none is needed. None if the options exclude
+    searches."""
     waiting: Callable[[Schedule], Sequence[int]] | None = None
-    """Returns, by position of a schedule, the bytes of freed gradients that are not yet added to those of earlier
-    steps; None if no new gradient is freed before the step ends."""
+    """A function that returns, by position of a schedule, the bytes of freed gradients that are not yet added to
+    earlier steps'. None if no new gradient is freed before the step ends."""
     corners: list[Corner] = field(default_factory=list)
     """The sizes at which the problem is known."""
     searches: list[Refinement] = field(default_factory=list)

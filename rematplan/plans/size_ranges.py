@@ -21,7 +21,7 @@ class ProblemRange:
     dimension: str
     """The dimension's name."""
     sizes: tuple[int, ...]
-    """In ascending order."""
+    """The sizes in ascending order."""
     captured: dict[int, TrainingGraph]
     """By size, the problems at the sizes at which the step was captured."""
     spans: tuple[Between, ...]

@@ -40,7 +40,7 @@ class _Measured:
     traffic: int
     """The bytes that the call reads and writes."""
     cost: CallCost
-    """Measured or interpolated."""
+    """The call's cost, measured or interpolated."""
     plain: bool
     """Whether the call has no workspace and one possible kernel. If so at all known sizes, costs are interpolated."""
 

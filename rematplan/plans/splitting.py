@@ -58,10 +58,10 @@ class SplitTrial:
     graph: TrainingGraph
     """The planning problem of one step."""
     kept_peak: Callable[[], int]
-    """Returns the peak without recomputation, in bytes."""
+    """A function that returns the peak without recomputation, in bytes."""
     overhead: Callable[[], float]
-    """Returns the overhead of the plan that a short search finds, a share of the time without recomputation;
-    `InfeasibleBudget` if it finds none."""
+    """A function that returns the overhead of the plan that a short search finds, a share of the time without
+    recomputation; `InfeasibleBudget` if it finds none."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SplitTrials:
     amount: int | None
     """The budget in bytes; None if the smallest peak is wanted."""
     of: Callable[[CapturedStep], SplitTrial]
-    """Makes the trial of a step with splits."""
+    """A function that makes the trial of a step with splits."""
 
 
 @dataclass(frozen=True)

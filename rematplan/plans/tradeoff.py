@@ -26,7 +26,7 @@ class Row:
     """A row of a table: the plan of one strategy at one budget."""
 
     budget: str
-    """As the user wrote it."""
+    """The budget as the user wrote it."""
     strategy: str
     """The strategy's name."""
     plan: Plan | None

@@ -23,7 +23,7 @@ class Rival:
     error: float
     """The largest predicted relative error of a recovered tensor; 0 if there is none."""
     report: StepReport | None = None
-    """None if the plan was not run."""
+    """What a run of the plan measured; None if the plan was not run."""
 
     def fits(self, budget: int) -> str:
         """Return ``yes``, ``no``, or ``predicted`` if only the predicted peak is within ``budget`` bytes."""

@@ -39,9 +39,9 @@ class MeasuredPoint:
     least: float
     """The least overhead of all rounds."""
     overhead: float
-    """The median."""
+    """The median overhead."""
     largest: float
-    """The largest."""
+    """The largest overhead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Floors:
     """Lower bounds that are proven for every schedule of a problem."""
 
     peak: int = 0
-    """Bytes; 0 if none is known."""
+    """The lower bound of the peak, in bytes; 0 if none is known."""
     overheads: tuple[tuple[int, float], ...] = ()
     """Pairs (budget in bytes, least overhead); infinite if no schedule fits."""
 

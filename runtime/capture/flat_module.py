@@ -65,7 +65,7 @@ class ModuleTensor:
     """A placeholder for a parameter or buffer of the model in what a planned model returns; that tensor replaces it."""
 
     at: str
-    """Its name in the model."""
+    """The parameter's or buffer's name in the model."""
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -23,13 +23,13 @@ class Loss:
     """A loss that `with_loss` can apply to a model's output."""
 
     name: str
-    """Its name."""
+    """The loss's name."""
     summary: str
     """What it computes, in a few words."""
     apply: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-    """From the output and the targets to a scalar."""
+    """A function from the output and the targets to a scalar."""
     target: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None
-    """From a fake output and a generator to a random target; None if the loss needs none."""
+    """A function from a fake output and a generator to a random target; None if the loss needs none."""
     fits: Callable[[torch.Tensor], bool]
     """Whether the loss can be computed of a given output."""
 

@@ -19,18 +19,19 @@ class DeviceModel:
 
     name: str
     summary: str
-    """One line for lists."""
+    """One line that describes the device in lists."""
     flops: Mapping[str, float]
     """By type (``float32``, without tensor cores), the peak rate for dense operands in 10¹² operations per second."""
     bandwidth: float
-    """Of the memory, in 10⁹ bytes per second."""
+    """The memory's bandwidth, in 10⁹ bytes per second."""
     launch: float
     """The fixed time of each op, in microseconds."""
     is_cpu: bool = False
     """Whether it is a CPU."""
 
     def time(self, flops: float, moved: float, dtype: torch.dtype) -> float:
-        """Return the microseconds of an op: the launch time, plus the larger of arithmetic time and memory time."""
+        """Return the microseconds of an op: the launch time, plus the larger of arithmetic and memory time. ``moved``:
+        bytes. A type without a rate counts as float32."""
         rate = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
         return self.launch + max(flops / (rate * 1e6), moved / (self.bandwidth * 1e3))
 

@@ -55,7 +55,7 @@ class OptimizerKind:
     shared: int = 0
     """Bytes of state that all parameters share."""
     held: int = 0
-    """Copies of the parameter before, which the loop still holds while it works on the next one."""
+    """The number of copies of a parameter that the loop still holds while it works on the next parameter."""
     foreach_extra: tuple[float, float] = (0.0, 0.0)
     """Further temporary bytes of the foreach form, as factors of the largest parameter's bytes and of all state
     tensors' bytes."""

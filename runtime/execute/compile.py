@@ -29,7 +29,7 @@ class Backward:
     """One segment of the backward half of a compiled schedule."""
 
     outputs: tuple[StepOutput, ...]
-    """The gradients that it computes."""
+    """The gradients that the segment computes."""
     still_read: tuple[int, ...]
     """The inputs that this segment or a later one reads, as positions in `Halves.read_late`."""
     function: Callable[..., tuple[tuple[torch.Tensor, ...], list[Any]]] = field(repr=False)

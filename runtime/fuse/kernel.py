@@ -181,7 +181,7 @@ class FusedKernel:
     """The bytes that a check of its results takes (`RegionOps.check`)."""
     real: OnRealNumbers = field(default_factory=OnRealNumbers, repr=False, compare=False)
     open: OpenKernel | None = field(default=None, repr=False, compare=False)
-    """At which sizes it may be used; None if it has no open sizes."""
+    """At which sizes the kernel may be used; None if it has no open sizes."""
 
     namespace = "fused"
 

@@ -37,9 +37,9 @@ class Region:
     calls: tuple[Call, ...]
     """The ops, with the views and factories that they read, and the ops of the forward that the kernel runs again."""
     inputs: tuple[str, ...]
-    """The values that they read from outside, in the order of the kernel's arguments."""
+    """The values that these calls read from outside, in the order of the kernel's arguments."""
     outputs: tuple[str, ...] = ()
-    """Their results that others read, in the order of the kernel's results."""
+    """The results of these calls that others read, in the order of the kernel's results."""
 
 
 class Regions:

@@ -41,7 +41,7 @@ class Invertible:
     """A captured step with its inverses, which recompute a tensor from tensors that were computed from it."""
 
     step: CapturedStep
-    """Its field ``inverses`` has them."""
+    """The step, whose field ``inverses`` has the inverses."""
     refused: tuple[str, ...] = ()
     """One line for each tensor that has no inverse for a reason that a user can change."""
 

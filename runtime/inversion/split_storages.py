@@ -46,7 +46,7 @@ class _Apart:
     tops: dict[str, Band]
     """The views that are in one part and are not views of such views, by name, with their bands."""
     parts: list[Band]
-    """The parts."""
+    """The parts of the storage."""
     sources: dict[Band, str] = field(default_factory=dict)
     """By part, the name of a value that has its elements."""
     copies: list[Call] = field(default_factory=list)

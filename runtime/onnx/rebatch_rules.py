@@ -22,7 +22,7 @@ class KnownValue:
     shape: Shape
     """The shape."""
     known: np.ndarray | None
-    """None if the content depends on data."""
+    """The content; None if it depends on data."""
 
 
 @dataclass(frozen=True)

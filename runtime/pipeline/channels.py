@@ -42,7 +42,8 @@ class Peer:
             return distributed.isend(tensor, group=self.group, group_dst=self.rank, tag=self._tag(number))
 
     def receiving(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to receive into a tensor and return the pending operation. ``number``: its position in its message."""
+        """Begin to receive into a tensor and return the pending operation. ``number``: the tensor's position in its
+        message."""
         with self.reached():
             return distributed.irecv(tensor, group=self.group, group_src=self.rank, tag=self._tag(number))
 
@@ -109,8 +110,8 @@ class Sender:
 
 class Receiver:
     """Receives one training step's ``messages`` in one direction from a neighbouring rank, with ``credits`` receives
-    posted ahead. ``like``: tensors like those of a message. ``unused``: the positions of tensors in a message that this
-    rank does not use."""
+    posted ahead. ``like``: tensors with the shapes and types of a message. ``unused``: the positions of tensors in a
+    message that this rank does not use."""
 
     def __init__(
         self,

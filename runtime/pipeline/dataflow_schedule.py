@@ -31,7 +31,7 @@ class Updates:
     every: int
     """The number of backwards between two updates. An update uses the mean of their gradients."""
     optimizer: torch.optim.Optimizer
-    """Makes the updates; the budget counts neither its state nor its temporary tensors."""
+    """The optimizer that makes the updates; the budget counts neither its state nor its temporary tensors."""
     most_drift: float = 0.25
     """The largest accepted relative error of a recomputed tensor, whose inverse may use weights updated since."""
 
@@ -50,13 +50,13 @@ class DataflowSchedule:
     credits: int
     """The largest number of messages in one direction that the receiver has not begun to use."""
     loss_fn: LossFunction
-    """From the last stage's output and a micro-batch of targets to the loss."""
+    """A function from the last stage's outputs and a micro-batch of targets to the loss."""
     scale_grads: bool = True
     """Whether gradients are divided by the number of micro-batches after each step. Ignored with ``updates``."""
     updates: Updates | None = None
     """How the stage updates its weights itself (`async`). None for `sync`: the caller updates them after the batch."""
     seed: int = 0
-    """With ``steps``: the seeds of all random calls are derived from it."""
+    """The seeds of all random calls are derived from this number and ``steps``."""
     steps: int = 0
     """The number of steps run so far."""
     drift: float = 0.0

@@ -37,7 +37,7 @@ class DataflowStage:
     step: CapturedStep
     """The captured training step of the module."""
     code: StageCode
-    """Its compiled forward and backward."""
+    """The compiled forward and backward of the stage."""
     group: ProcessGroup
     """The processes of the pipeline."""
     kept: int = 0
@@ -198,7 +198,7 @@ class Drift:
 
     stage: int
     microbatch: int
-    """With ``stage``: the number, for the error message."""
+    """The number of the micro-batch; ``stage``: that of the stage. Both are for the error message."""
     most: float
     """The largest accepted relative error."""
     largest: float = 0.0

@@ -72,13 +72,13 @@ class StageModule:
     """One stage of a pipeline: its module, and meta tensors like the tensors that it takes and returns."""
 
     module: nn.Module
-    """Shares the model's parameters and buffers, under the model's names."""
+    """The stage's module, which shares the model's parameters and buffers, under the model's names."""
     args: tuple[Any, ...]
     """The module's arguments; on the first stage the model's. Arguments that are no tensors are the real ones."""
     kwargs: Mapping[str, Any]
-    """Likewise, by name."""
+    """The module's keyword arguments by name, likewise; empty except on the first stage."""
     outputs: tuple[torch.Tensor, ...]
-    """The module's results."""
+    """Meta tensors like the module's results."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:

@@ -109,8 +109,7 @@ class PlainAutograd:
     def problem(self, graph: TrainingGraph, wide_masks: bool) -> TrainingGraph:
         """Return the problem of plain autograd, for a problem with `losses_apart`.
 
-        ``wide_masks``: whether masks of dropout have the type of their inputs.
-        """
+        ``wide_masks``: whether masks of dropout have the type of their inputs, not one byte an element."""
         graph = without_random_states(graph)
         factors = {**(self.masks if wide_masks else {}), **dict.fromkeys(COPIES, 0)}
         tensors = (replace(t, bytes=t.bytes * factors.get(t.name, 1)) for t in graph.tensors)

@@ -69,7 +69,7 @@ class OtherLayout:
     """A captured step as it would be if the gradients of its outputs had another layout, one of `LAYOUTS`."""
 
     step: CapturedStep
-    """Its fake tensors have the strides that follow from that layout."""
+    """The step, whose fake tensors have the strides that follow from that layout."""
     read: Mapping[str, int]
     """By call that reads tensors with other strides than at capture, the bytes of a copy of all these tensors."""
     kept: Mapping[str, int]
@@ -118,7 +118,7 @@ def most_copied(
 
 class _Followed:
     """The effect of one layout of the outputs' gradients on a backward, found on fake tensors. ``otherwise``: by value
-    name, the tensors with other strides. ``read``, ``kept``, ``spare``: as in `OtherLayout`."""
+    name, the tensors with other strides. ``read``, ``kept`` and ``spare`` become those of `OtherLayout`."""
 
     def __init__(self, step: CapturedStep, layout: Layout) -> None:
         """Give the outputs' gradients this layout, and follow all calls that depend on them. Nothing is followed if no

@@ -156,10 +156,10 @@ class SplitSchedule:
     """The part of a schedule that a compiled plan runs, split at the loss boundary."""
 
     schedule: Schedule
-    """Without the ops in `OUTSIDE`, which the caller runs, and those that represent saved states and memory. Also
-    without the last free of each gradient, which the caller takes."""
+    """The schedule without the ops in `OUTSIDE`, which the caller runs, and those that represent saved states and
+    memory. The last free of each gradient, which the caller takes, is left out, too."""
     lanes: Lanes | None
-    """The placement of its op executions on two lanes; None for one lane."""
+    """The placement of the op executions in ``schedule`` on two lanes; None for one lane."""
     positions: tuple[int, ...]
     """The position of each entry of ``schedule`` in the original schedule."""
     boundary: int

@@ -35,7 +35,7 @@ class LossMemory:
     """Bytes that a loss outside of the model needs in addition to the outputs and their gradients."""
 
     peak: int
-    """The bytes at the loss's peak, including ``kept`` unless it is too small for that."""
+    """The bytes at the loss's peak, including ``kept``, unless the stated peak is smaller than ``kept``."""
     kept: int
     """The bytes that stay until the step ends, because the caller keeps the loss and its gradient during the backward.
     The scalar that `mse_loss` or `smooth_l1_loss` returns keeps a storage of the outputs' size."""

@@ -91,7 +91,7 @@ class Shaped:
 
 
 Rule: TypeAlias = Callable[[Shaped], DimensionRule | None]
-"""Returns how the dimensions of a call belong together; None if the call cannot be split at all."""
+"""A function that returns how the dimensions of a call belong together; None if the call cannot be split at all."""
 
 
 def pointwise(one: Shaped, shapes: Mapping[int, str] | None = None) -> DimensionRule:

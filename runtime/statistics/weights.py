@@ -58,7 +58,7 @@ class Weight:
     name: str
     """A parameter's name, or that of an effective weight (`_effective_name`)."""
     blocks: tuple[Block, ...]
-    """Its rows, divided by the inputs with which they are multiplied."""
+    """The weight's rows, divided by the inputs with which they are multiplied."""
     split: tuple[int, ...]
     order: tuple[int, ...]
     groups: int

@@ -76,7 +76,8 @@ class ExpressionTable:
 
 
 def values_of(expressions: Iterable[Any], symbols: Sequence[str]) -> Callable[..., tuple[int, ...]]:
-    """Return a function of the values of ``symbols`` that returns those of SymPy expressions, or integers."""
+    """Return a function of the values of ``symbols`` that returns the values of ``expressions``, SymPy's or integers,
+    as a tuple."""
     body = "".join(f"{PRINTER.doprint(e)}, " for e in expressions)
     source = f"lambda {', '.join(symbols)}: ({body})"
     return eval(compile(source, "<sizes of a step>", "eval"), dict(SYMPY_INTERP))  # type: ignore[no-any-return]

@@ -57,16 +57,16 @@ class _Outcomes(ShapeEnv):
 
 
 class BatchSymbols:
-    """Symbols for the sizes of a batch, a separate one for each varying dimension, and for numbers of selected
-    elements."""
+    """Symbols for the sizes of a batch, a separate one for each varying dimension and for each of ``counts``."""
 
     def __init__(
         self, varying: Collection[tuple[int, int]] | None = None, counts: tuple[int, ...] = ()
     ) -> None:
-        #: ``varying``: the dimensions with a symbol, as (position in the batch, dimension); None for all.
-        #: ``counts``: numbers of selected elements.
+        # : ``varying``: the dimensions with a symbol, as (position in the batch, dimension); None for all. :
+        # ``counts``: numbers of elements that the forward selects by values, such as by a mask.
         self.varying, self.counts = varying, counts
-        #: It has only these symbols: none for values of tensors, or shapes that depend on values.
+        # : The shape environment. It has only these symbols: none for values of tensors, or shapes that depend on
+        # values.
         self.shapes = _Outcomes()
         #: The batch as fake tensors with symbolic sizes; empty before `begin`.
         self.fakes: list[torch.Tensor] = []
@@ -121,7 +121,7 @@ class BatchSymbols:
         self._checked = len(self.shapes.guards)
 
     def without_counts(self, size: Any) -> Any:
-        """Return a symbolic size unchanged; `NotSymbolic` if it depends on a number of selected elements."""
+        """Return a symbolic size unchanged; `NotSymbolic` if it depends on one of ``counts``."""
         counts = {name for name, (at, _) in self.places.items() if at >= self.inputs}
         if any(str(symbol) in counts for symbol in size.node.expr.free_symbols):
             raise NotSymbolic("a number of selected elements depends on another one")
@@ -191,7 +191,8 @@ class SizeGuard:
 
 
 class _Sizes:
-    """What a guard reads of a tensor: sizes and strides. The offset is 0: a step is valid for all (`OpenStep.at`)."""
+    """What a guard reads of a tensor: sizes and strides. The offset is 0: a step is valid for all offsets
+    (`OpenStep.at`)."""
 
     __slots__ = ("size", "stride")
 

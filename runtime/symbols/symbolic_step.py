@@ -33,9 +33,9 @@ class OpenValue:
     """A tensor of a captured step whose sizes are integers or positions of expressions of the batch's sizes."""
 
     storage: str
-    """The name of its storage."""
+    """The name of the tensor's storage."""
     call: str | None
-    """The name of the call that makes it; None for an input."""
+    """The name of the call that makes the tensor; None for an input."""
     memory: int
     """The number of PyTorch's storage that contains it. A call that returns an argument with new results puts
     several storages in one."""
@@ -44,7 +44,7 @@ class OpenValue:
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
     offset: Size
-    """In elements, as ``stride``."""
+    """Where the tensor begins in its storage, in elements, as ``stride``."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class OpenStep:
     inputs: tuple[StepInput, ...]
     outputs: tuple[StepOutput, ...]
     calls: tuple[Call, ...]
-    """With `OpenSize` in place of sizes among their arguments."""
+    """The calls, with `OpenSize` in place of symbolic sizes among their arguments."""
     values: Mapping[str, OpenValue]
     """The tensors by name."""
     memories: tuple[Size, ...]
     """The bytes of each memory, by its number."""
     constants: Mapping[str, torch.Tensor]
-    """``name``, ``inputs``, ``outputs``, ``constants``: as in `CapturedStep`."""
+    """The fields ``name``, ``inputs``, ``outputs`` and ``constants`` are those of the `CapturedStep`."""
     guard: SizeGuard
     """The condition on the batch's sizes and strides."""
     expressions: Callable[..., tuple[int, ...]]
-    """From the batch's symbolic sizes to the values of all expressions."""
+    """A function from the batch's symbolic sizes to the values of all expressions, by position."""
     places: tuple[tuple[int, int], ...]
     """For each argument of ``expressions``, the position of the tensor in the batch and the dimension."""
     fixed: tuple[FixedSize, ...]
@@ -219,8 +219,8 @@ def _opened(step: CapturedStep, table: ExpressionTable) -> tuple[dict[str, OpenV
 
 
 class _Fakes:
-    """Makes fake tensors with integer sizes, which share a storage if they have one `OpenValue.memory`. ``nbytes``: of
-    each memory. ``offsets``: of memories whose tensors do not begin at 0, in elements."""
+    """Makes fake tensors with integer sizes, which share a storage if they have one `OpenValue.memory`. ``nbytes``: the
+    bytes of each memory. ``offsets``: of memories whose tensors do not begin at 0, in elements."""
 
     def __init__(self, nbytes: Sequence[int], offsets: Mapping[int, int]) -> None:
         self.nbytes, self.offsets = nbytes, offsets

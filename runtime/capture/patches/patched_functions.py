@@ -42,9 +42,9 @@ class Patch:
     versions: str = TORCH
     """The versions of PyTorch that need it."""
     threads: str = _OWN
-    """Which threads it affects."""
+    """Which threads the change affects."""
     undone: str = _BLOCK
-    """When it ends."""
+    """When the change ends."""
 
 
 PATCHES = (

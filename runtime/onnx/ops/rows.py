@@ -28,13 +28,13 @@ class Row:
     """How to run one ONNX op from one opset on. A known value depends on the inputs' shapes, not their content."""
 
     domain: str
-    """Empty for ONNX's own ops."""
+    """The op's domain; empty for ONNX's own ops."""
     op: str
     """The op's name."""
     since: int
     """The first opset version for which the entry is valid."""
     run: Handler
-    """Called with the node and its inputs."""
+    """The function that runs the op, called with the node and its inputs."""
     known: frozenset[int] = frozenset()
     """Positions of inputs that must be known, such as shapes and axes. They are passed as NumPy arrays."""
     scalars: bool = False
