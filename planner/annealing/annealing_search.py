@@ -107,7 +107,7 @@ class Search:
         except INTERRUPTS as interrupt:
             if self.best is None:
                 raise
-            effort.interrupted = interrupt
+            effort.interrupt(interrupt)
         if self.best is not None and self.best is not begun:
             self._offer(self.annealer.tidied(runs_of(self.best.schedule), self.budget))
         return self.best

@@ -45,5 +45,5 @@ def plans_down_to(
     try:
         descent.run(offer(base), effort, effort.total)
     except INTERRUPTS as interrupt:
-        effort.interrupted = interrupt
+        effort.interrupt(interrupt)
     return pareto(found)

@@ -182,9 +182,10 @@ class AutoSession:
         if self.finished or effort.over:
             return
         self.lower_for(effort, self.budget, lambda: self.unreachable)
-        if effort.interrupted and self.best is None:
-            raise effort.interrupted
-        self.effort.interrupted = effort.interrupted
+        if effort.interrupted:
+            if self.best is None:
+                raise effort.interrupted
+            self.effort.interrupt(effort.interrupted)
 
     @property
     def effort_of_min(self) -> Effort:
@@ -300,7 +301,6 @@ class AutoSession:
         finally:
             found = (search.best, search.smallest, other.best, other.smallest)
             self.take([p for p in found if p is not None])
-        self.effort.interrupted = effort.interrupted
         return search.ended_early
 
     def second_annealing(

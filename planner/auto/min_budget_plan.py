@@ -72,12 +72,13 @@ def cheapest_near_smallest_peak(
     search = find_smallest_peak if moves else find_smallest_peak_in_stages
     least = search(stated, share, starts, progress, rules=rules)
     effort.charge(moves=share.done)
-    effort.interrupted = share.interrupted
     budget = least.estimate.peak + int(slack * least.estimate.peak)  # exact for a slack of 0, however large
     known = [*starts, least]
-    if slack and not effort.interrupted:
+    interrupted = share.interrupted
+    if slack and not interrupted:
         known += _plans_above(stated, marked, known, effort, rules=rules)
-    if effort.interrupted:
+        interrupted = effort.interrupted
+    if interrupted:
         return replace(least, budget=budget, near=ladder(known) if slack else ())
     try:
         if moves:
@@ -118,8 +119,6 @@ def _plans_above(
     above = effort.part(min(most, MIN_BUDGET.rungs * effort.left))
     falling = above.part(MIN_BUDGET.falling * above.left)
     found += plans_down_to(marked, known[-1].peak, falling, rules=rules)
-    above.interrupted = falling.interrupted
-    if not above.interrupted:
+    if not effort.interrupted:
         found += rungs_above(marked, [*known, *found], above, rules=rules)
-    effort.interrupted = above.interrupted
     return found

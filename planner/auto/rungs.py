@@ -60,9 +60,8 @@ def rungs_above(
         try:
             search.run(_runs([fitting, above]), part)
         except INTERRUPTS as interrupt:
-            part.interrupted = interrupt
+            part.interrupt(interrupt)
         found += [plan for plan in (search.best, search.smallest) if plan is not None]
-        effort.interrupted = part.interrupted
         if effort.interrupted:
             break
     return found

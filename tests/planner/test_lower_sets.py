@@ -110,12 +110,12 @@ def test_cut_points_of_a_chain_are_all_inner_nodes(problems):
 
 def test_a_wide_graph_is_refused_at_once(problems):
     view = forward_graph(problems.wide(60))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(
         LatticeTooLarge, match=r"more than 3000 lower sets \(3001 found so far\); try .*approx_dp"
     ):
         lower_sets(view, 3000, "exact_dp")
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @PROFILE

@@ -118,7 +118,7 @@ def test_a_refusal_is_proven_if_the_search_for_its_smallest_peak_proves_that_pea
 def test_a_proven_refusal_is_quick_whatever_the_time_limit(problems: ModuleType) -> None:
     graph = problems.unet(4)
     compile_kernels()
-    began = time.monotonic()
+    began = time.process_time()
     error = refusal(Auto(moves=90_000_000, reuse=False), graph, min_peak_bound(graph).bytes - 1)
     assert error.known == "proven"
-    assert time.monotonic() - began < QUICK
+    assert time.process_time() - began < QUICK
