@@ -29,7 +29,7 @@ from rematplan.runtime.onnx.known_values import (
     wanted_as_tensors,
 )
 from rematplan.runtime.onnx.ops.rows import refuse, stated
-from rematplan.runtime.onnx.ops.values import constant_tensor, to_tensor, torch_dtype
+from rematplan.runtime.onnx.ops.values import BY_NAME, constant_tensor, to_tensor, torch_dtype
 
 
 def torch_name(name: str) -> str:
@@ -213,14 +213,8 @@ def _made(weight: Weight, device: str, filled: bool) -> Tensor:
 
 
 def _check_memory(weights: Iterable[Weight]) -> None:
-    needed = sum(
-        math.prod(w.shape) * np.dtype(_width(w.dtype)).itemsize for w in weights if w.dtype != "object"
-    )
+    needed = sum(math.prod(w.shape) * BY_NAME[w.dtype].itemsize for w in weights if w.dtype in BY_NAME)
     check_fits(needed, "its weights")
-
-
-def _width(dtype: str) -> str:
-    return "float16" if dtype == "bfloat16" else dtype
 
 
 _MODULE_FIELDS = frozenset(nn.Module().__dict__) | {"graph", "program", "known", "names"}

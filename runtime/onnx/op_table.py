@@ -24,38 +24,18 @@ from rematplan.runtime.onnx.ops import (
     spatial,
     stateful,
 )
-from rematplan.runtime.onnx.ops.rows import Row
-
-THEMES = (
-    attention,
-    index,
-    loss,
-    math,
-    nn,
-    pool,
-    quantise,
-    recurrent,
-    reduce,
-    resize,
-    sequence,
-    shape,
-    signal,
-    slices,
-    spatial,
-    stateful,
-)
+from rematplan.runtime.onnx.ops.rows import ROWS, Row
 
 
 def _table() -> dict[tuple[str, str], dict[int, Row]]:
-    """Return the rows of all modules in `THEMES`, by (domain, op), then by first opset. `ValueError` for two of one
-    opset."""
+    """Return the `ROWS` that the imported modules added, by (domain, op), then by first opset. `ValueError` for two of
+    one opset."""
     table: dict[tuple[str, str], dict[int, Row]] = {}
-    for theme in THEMES:
-        for row in theme.ROWS.rows:
-            versions = table.setdefault((row.domain, row.op), {})
-            if row.since in versions:
-                raise ValueError(f"two rows for {row.op} of opset {row.since}")
-            versions[row.since] = row
+    for row in ROWS:
+        versions = table.setdefault((row.domain, row.op), {})
+        if row.since in versions:
+            raise ValueError(f"two rows for {row.op} of opset {row.since}")
+        versions[row.since] = row
     return table
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from rematplan.ir.onnx.graph import Batch, Node
 from rematplan.runtime.onnx.ops.rows import refuse
+from rematplan.runtime.onnx.ops.shape import reshape
 
 Shape = tuple[int, ...]
 
@@ -106,15 +108,10 @@ def _reshape(case: RebatchCase) -> Operands:
 
 def _reshaped(node: Node, shape: Shape, target: np.ndarray) -> Shape | None:
     """Return the shape of a Reshape's result. None if the input's elements do not fill it."""
-    sizes = [int(n) for n in target]
-    if not node.attributes.get("allowzero"):
-        sizes = [shape[i] if n == 0 and i < len(shape) else n for i, n in enumerate(sizes)]
-    rest, total = math.prod(n for n in sizes if n != -1), math.prod(shape)
-    if -1 in sizes:
-        if not rest or total % rest:
-            return None
-        sizes[sizes.index(-1)] = total // rest
-    return tuple(sizes) if math.prod(sizes) == total else None
+    try:
+        return tuple(reshape(node, torch.empty(shape, device="meta"), target).shape)
+    except RuntimeError:
+        return None
 
 
 def _expand(case: RebatchCase) -> Operands:

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.reduce import softmax
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, refuse
+from rematplan.runtime.onnx.ops.rows import integer, number, op, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
-
-ROWS = OpRows()
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-@ROWS.add("Attention", 23, 24, 25)
+@op("Attention", 23, 24, 25)
 def attention(
     node: Node,
     q: Tensor,

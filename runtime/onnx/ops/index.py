@@ -11,11 +11,8 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
-from rematplan.runtime.onnx.ops.rows import OpRows, by_attributes, integer, refuse, text
+from rematplan.runtime.onnx.ops.rows import by_attributes, integer, op, refuse, text
 from rematplan.runtime.onnx.ops.values import SAME_WIDTH, WIDER, constant_tensor, signed
-
-ROWS = OpRows()
-
 
 # ------------------------------------------------------------------ gathering and scattering
 
@@ -30,7 +27,7 @@ def _sliced(x: Tensor, at: Slice) -> Tensor:
     return view
 
 
-@ROWS.add("Gather", 1, 11, 13, literal=(1,))
+@op("Gather", 1, 11, 13, literal=(1,))
 def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
     """Run ONNX Gather: select slices of ``x`` along ``axis`` by index. Evenly spaced indices that are known during
     capture give a view."""
@@ -48,14 +45,14 @@ def gather(node: Node, x: Tensor, indices: Any) -> Tensor:
     return picked.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
-@ROWS.add("GatherElements", 11, 13)
+@op("GatherElements", 11, 13)
 def gather_elements(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     """Run ONNX GatherElements: select elements of ``x`` by index along ``axis``; the result has the indices' shape."""
     axis = integer(node, "axis", 0)
     return torch.gather(x, axis, _wrapped(indices, x.shape[axis]))
 
 
-@ROWS.add("GatherND", 11, 12, 13)
+@op("GatherND", 11, 12, 13)
 def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     """Run ONNX GatherND: select slices of ``x`` by the tuples of indices in the last axis of ``indices``, after
     ``batch_dims`` common axes."""
@@ -71,7 +68,7 @@ def gather_nd(node: Node, x: Tensor, indices: Tensor) -> Tensor:
     return found.reshape((*indices.shape[:-1], *found.shape[2:]))
 
 
-@ROWS.add("ReverseSequence", 10, 28)
+@op("ReverseSequence", 10, 28)
 def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
     """Run ONNX ReverseSequence: in each batch entry i, reverse the first ``lengths[i]`` steps along ``time_axis``.
     Later steps are not moved."""
@@ -84,7 +81,7 @@ def reverse_sequence(node: Node, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.gather(x, time, places)
 
 
-@ROWS.add("TensorScatter", 24)
+@op("TensorScatter", 24)
 def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | None = None) -> Tensor:
     """Run ONNX TensorScatter: return a copy of ``cache`` with ``update`` along ``axis`` from each batch entry's start,
     0 for None. In the ``mode`` circular, positions after the end continue at 0."""
@@ -102,7 +99,7 @@ def tensor_scatter(node: Node, cache: Tensor, update: Tensor, starts: Tensor | N
 SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-@ROWS.add("ScatterElements", 11, 13, 16, 18, literal=(1,))
+@op("ScatterElements", 11, 13, 16, 18, literal=(1,))
 def scatter_elements(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Run ONNX ScatterElements: return a copy of ``x`` with ``updates`` at positions along ``axis``, combined by
     ``reduction``; `ModelError` for an unknown one. Known indices of a slice are written with ``slice_scatter`` if there
@@ -134,13 +131,13 @@ def _written_slice(indices: np.ndarray[Any, Any], axis: int, shape: torch.Size) 
     return picked_slice([*[None] * axis, lines[0]], shape) if (lines == lines[0]).all() else None
 
 
-@ROWS.add("Scatter", 9, 11, literal=(1,))
+@op("Scatter", 9, 11, literal=(1,))
 def scatter(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Run ONNX Scatter, the former name of ScatterElements: see `scatter_elements`."""
     return scatter_elements(node, x, indices, updates)
 
 
-@ROWS.add("ScatterND", 11, 13, 16, 18, literal=(1,))
+@op("ScatterND", 11, 13, 16, 18, literal=(1,))
 def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     """Run ONNX ScatterND: return a copy of ``x`` with ``updates`` at the tuples of indices, combined by ``reduction``;
     `ModelError` for an unknown one. Known indices of a slice are written with ``slice_scatter`` if there is no
@@ -167,7 +164,7 @@ def scatter_nd(node: Node, x: Tensor, indices: Any, updates: Tensor) -> Tensor:
     return flat.scatter_reduce(0, place, rows, SCATTER_REDUCTIONS[how]).reshape(x.shape)
 
 
-@ROWS.add("OneHot", 9, 11, 28, known=(1,))
+@op("OneHot", 9, 11, 28, known=(1,))
 def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> Tensor:
     """Run ONNX OneHot: ``values[1]`` at the index along a new axis of size ``depth``, else ``values[0]``. Negative
     indices count from the end."""
@@ -180,7 +177,7 @@ def one_hot(node: Node, indices: Tensor, depth: np.ndarray, values: Tensor) -> T
     return torch.where(wrapped == places, values[1], values[0])
 
 
-@ROWS.add("TopK", 10, 11, 24, known=(1,))
+@op("TopK", 10, 11, 24, known=(1,))
 def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
     """Run ONNX TopK: return the k largest or smallest elements along ``axis``, sorted, and their indices. Of equals
     the first comes first."""
@@ -192,10 +189,10 @@ def top_k(node: Node, x: Tensor, k: np.ndarray) -> tuple[Tensor, Tensor]:
     return torch.gather(x, axis, places), places
 
 
-ROWS.add("TopK", 1)(by_attributes(top_k, "k"))
+op("TopK", 1)(by_attributes(top_k, "k"))
 
 
-@ROWS.add("Compress", 9, 11, 28)
+@op("Compress", 9, 11, 28)
 def compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     """Run ONNX Compress: select slices along ``axis``, or elements of the flattened ``x``, by ``condition``. Its
     values decide the result's shape."""

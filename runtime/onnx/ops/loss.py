@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, Row, integer, ints, number, refuse, text
+from rematplan.runtime.onnx.ops.rows import ROWS, Row, integer, ints, number, op, refuse, text
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
-
-ROWS = OpRows()
 
 NEVER = -100  # torch's default of ignore_index, a number that is no class
 
 
-@ROWS.add("NegativeLogLikelihoodLoss", 12, 13, 22)
+@op("NegativeLogLikelihoodLoss", 12, 13, 22)
 def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     """Run ONNX NegativeLogLikelihoodLoss on log-probabilities (N, C, …) and class numbers (N, …). A mean divides by
     the sum of the targets' weights."""
@@ -27,7 +25,7 @@ def nll_loss(node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
     )
 
 
-@ROWS.add("SoftmaxCrossEntropyLoss", 12, 13)
+@op("SoftmaxCrossEntropyLoss", 12, 13)
 def cross_entropy(
     node: Node, x: Tensor, target: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | Tensor:
@@ -72,11 +70,11 @@ def _alike(draw: Callable[..., Tensor], scale: Callable[[Node, Tensor], Tensor])
 
 
 for _op, (_draw, _draw_like, _scale) in RANDOM.items():
-    ROWS.add(_op, 1, 22, random=True)(_of_shape(_draw, _scale))
-    ROWS.add(f"{_op}Like", 1, 22, random=True)(_alike(_draw_like, _scale))
+    op(_op, 1, 22, random=True)(_of_shape(_draw, _scale))
+    op(f"{_op}Like", 1, 22, random=True)(_alike(_draw_like, _scale))
 
 
-@ROWS.add("Bernoulli", 15, 22, random=True)
+@op("Bernoulli", 15, 22, random=True)
 def bernoulli(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Bernoulli: draw 1 with the input as probability, else 0, in ``dtype`` (by default the input's)."""
     return torch.bernoulli(x).to(_dtype(node, x.dtype))
@@ -89,4 +87,4 @@ def _alone(node: Node, *tensors: Tensor) -> Tensor:
     raise refuse(node, "it has no meaning without its graph")
 
 
-ROWS.rows.append(Row(DOMAIN, "Gradient", 1, _alone))
+ROWS.append(Row(DOMAIN, "Gradient", 1, _alone))

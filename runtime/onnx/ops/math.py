@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, present, text
+from rematplan.runtime.onnx.ops.rows import integer, number, op, present, text
 from rematplan.runtime.onnx.ops.values import WIDER, signed
-
-ROWS = OpRows()
 
 Unary = Callable[[Tensor], Tensor]
 Binary = Callable[[Any, Any], Tensor]
@@ -64,22 +62,22 @@ def _unary(function: Unary) -> Callable[[Node, Tensor], Tensor]:
 
 
 for (_op, _since), _function in UNARY.items():
-    ROWS.add(_op, *_since)(_unary(_function))
+    op(_op, *_since)(_unary(_function))
 
 
-@ROWS.add("Elu", 1, 6, 22)
+@op("Elu", 1, 6, 22)
 def elu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Elu: x where x ≥ 0, else ``alpha (eˣ − 1)``."""
     return F.elu(x, number(node, "alpha", 1.0))
 
 
-@ROWS.add("Celu", 12, 28)
+@op("Celu", 12, 28)
 def celu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Celu: x where x ≥ 0, else ``alpha (exp(x / alpha) − 1)``."""
     return F.celu(x, number(node, "alpha", 1.0))
 
 
-@ROWS.add("Selu", 1, 6, 22)
+@op("Selu", 1, 6, 22)
 def selu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Selu: ``gamma x`` where x > 0, else ``gamma alpha (eˣ − 1)``. ``alpha`` and ``gamma`` are attributes."""
     alpha, gamma = (
@@ -89,31 +87,31 @@ def selu(node: Node, x: Tensor) -> Tensor:
     return gamma * torch.where(x > 0, x, alpha * torch.expm1(torch.clamp(x, max=0)))
 
 
-@ROWS.add("Gelu", 20)
+@op("Gelu", 20)
 def gelu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Gelu: x Φ(x), with Φ the normal distribution function, or its tanh approximation."""
     return F.gelu(x, approximate=text(node, "approximate", "none"))
 
 
-@ROWS.add("LeakyRelu", 1, 6, 16)
+@op("LeakyRelu", 1, 6, 16)
 def leaky_relu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX LeakyRelu: x where x ≥ 0, else ``alpha x``."""
     return F.leaky_relu(x, number(node, "alpha", 0.01))
 
 
-@ROWS.add("ThresholdedRelu", 10, 22)
+@op("ThresholdedRelu", 10, 22)
 def thresholded_relu(node: Node, x: Tensor) -> Tensor:
     """Run ONNX ThresholdedRelu: x where x > ``alpha``, else 0."""
     return F.threshold(x, number(node, "alpha", 1.0), 0.0)
 
 
-@ROWS.add("HardSigmoid", 1, 6, 22)
+@op("HardSigmoid", 1, 6, 22)
 def hard_sigmoid(node: Node, x: Tensor) -> Tensor:
     """Run ONNX HardSigmoid: ``alpha x + beta``, clamped to [0, 1]."""
     return (x * number(node, "alpha", 0.2) + number(node, "beta", 0.5)).clamp(0, 1)
 
 
-@ROWS.add("Shrink", 9)
+@op("Shrink", 9)
 def shrink(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Shrink: ``x + bias`` below −``lambd``, ``x − bias`` above ``lambd``, zero between."""
     bias, edge = number(node, "bias", 0.0), number(node, "lambd", 0.5)
@@ -121,32 +119,32 @@ def shrink(node: Node, x: Tensor) -> Tensor:
     return torch.where(x < -edge, (x + bias).to(x.dtype), torch.where(x > edge, (x - bias).to(x.dtype), zero))
 
 
-@ROWS.add("Swish", 24)
+@op("Swish", 24)
 def swish(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Swish: ``x σ(alpha x)``, with σ the logistic sigmoid."""
     alpha = number(node, "alpha", 1.0)
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
-@ROWS.add("SwiGLU", 28)
+@op("SwiGLU", 28)
 def swiglu(node: Node, a: Tensor, b: Tensor) -> Tensor:
     """Run ONNX SwiGLU: ``a σ(alpha a) b``, with σ the logistic sigmoid."""
     return swish(node, a) * b
 
 
-@ROWS.add("PRelu", 7, 9, 16)
+@op("PRelu", 7, 9, 16)
 def prelu(node: Node, x: Tensor, slope: Tensor) -> Tensor:
     """Run ONNX PRelu: x where x ≥ 0, else ``slope · x``. ``slope`` is broadcast to the input's shape."""
     return torch.where(x < 0, x * slope, x)
 
 
-@ROWS.add("PRelu", 1, 6)
+@op("PRelu", 1, 6)
 def prelu_by_channel(node: Node, x: Tensor, slope: Tensor) -> Tensor:
     """Run ONNX PRelu of opsets below 7: x where x ≥ 0, else ``slope · x``, one slope per channel or one for all."""
     return F.prelu(x, slope)
 
 
-@ROWS.add("IsInf", 10, 20)
+@op("IsInf", 10, 20)
 def is_inf(node: Node, x: Tensor) -> Tensor:
     """Run ONNX IsInf: true at +∞ unless ``detect_positive`` is 0, and at −∞ unless ``detect_negative`` is 0."""
     found = torch.zeros_like(x, dtype=torch.bool)
@@ -157,7 +155,7 @@ def is_inf(node: Node, x: Tensor) -> Tensor:
     return found
 
 
-@ROWS.add("Clip", 11, 12, 13, scalars=True)
+@op("Clip", 11, 12, 13, scalars=True)
 def clip(node: Node, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
     """Run ONNX Clip: clamp to ``low`` and ``high``, each of which may be None. If low > high, ``high`` wins."""
     if low is None and high is None:
@@ -173,7 +171,7 @@ def _as_tensor(value: Any, like: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-@ROWS.add("Clip", 1, 6)
+@op("Clip", 1, 6)
 def clip_by_attributes(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Clip of opsets below 11: clamp to the attributes ``min`` and ``max``, each of which may be absent."""
     return torch.clamp(x, number(node, "min", -math.inf), number(node, "max", math.inf))
@@ -200,36 +198,24 @@ def _subtract(a: Any, b: Any) -> Tensor:
     return torch.sub(a, b) if isinstance(a, Tensor) else torch.rsub(b, a)
 
 
-BINARY: dict[tuple[str, tuple[int, ...]], Binary] = {
-    ("Add", (7, 13, 14)): torch.add,
-    ("And", (7,)): torch.logical_and,
-    ("BitwiseAnd", (18,)): torch.bitwise_and,
-    ("BitwiseOr", (18,)): torch.bitwise_or,
-    ("BitwiseXor", (18,)): torch.bitwise_xor,
-    ("Div", (7, 13, 14)): _divide,
-    ("Equal", (7, 11, 13, 19)): torch.eq,
-    ("Greater", (7, 9, 13)): torch.gt,
-    ("GreaterOrEqual", (12, 16)): torch.ge,
-    ("Less", (7, 9, 13)): torch.lt,
-    ("LessOrEqual", (12, 16)): torch.le,
-    ("Mul", (7, 13, 14)): torch.mul,
-    ("Or", (7,)): torch.logical_or,
-    ("Pow", (7, 12, 13, 15)): _power,
-    ("Sub", (7, 13, 14)): _subtract,
-    ("Xor", (7,)): torch.logical_xor,
-}
-LEGACY: dict[tuple[str, tuple[int, ...]], Binary] = {
-    ("Add", (1, 6)): torch.add,
-    ("And", (1,)): torch.logical_and,
-    ("Div", (1, 6)): _divide,
-    ("Equal", (1,)): torch.eq,
-    ("Greater", (1,)): torch.gt,
-    ("Less", (1,)): torch.lt,
-    ("Mul", (1, 6)): torch.mul,
-    ("Or", (1,)): torch.logical_or,
-    ("Pow", (1,)): _power,
-    ("Sub", (1, 6)): _subtract,
-    ("Xor", (1,)): torch.logical_xor,
+BINARY: dict[str, tuple[tuple[int, ...], tuple[int, ...], Binary]] = {
+    # the op: (opsets in which ``axis`` may align the operands, later ones, the function)
+    "Add": ((1, 6), (7, 13, 14), torch.add),
+    "And": ((1,), (7,), torch.logical_and),
+    "BitwiseAnd": ((), (18,), torch.bitwise_and),
+    "BitwiseOr": ((), (18,), torch.bitwise_or),
+    "BitwiseXor": ((), (18,), torch.bitwise_xor),
+    "Div": ((1, 6), (7, 13, 14), _divide),
+    "Equal": ((1,), (7, 11, 13, 19), torch.eq),
+    "Greater": ((1,), (7, 9, 13), torch.gt),
+    "GreaterOrEqual": ((), (12, 16), torch.ge),
+    "Less": ((1,), (7, 9, 13), torch.lt),
+    "LessOrEqual": ((), (12, 16), torch.le),
+    "Mul": ((1, 6), (7, 13, 14), torch.mul),
+    "Or": ((1,), (7,), torch.logical_or),
+    "Pow": ((1,), (7, 12, 13, 15), _power),
+    "Sub": ((1, 6), (7, 13, 14), _subtract),
+    "Xor": ((1,), (7,), torch.logical_xor),
 }
 # Functions that accept a number only as second operand: by function, the one to call with exchanged operands.
 RIGHT_ONLY: dict[Binary, Binary] = {
@@ -315,20 +301,19 @@ def _legacy(function: Binary) -> Callable[[Node, Any, Any], Tensor]:
     return run
 
 
-for (_op, _since), _pair in BINARY.items():
-    ROWS.add(_op, *_since, scalars=True)(_binary(_pair))
-for (_op, _since), _pair in LEGACY.items():
-    ROWS.add(_op, *_since, scalars=True)(_legacy(_pair))
+for _op, (_older, _since, _pair) in BINARY.items():
+    op(_op, *_older, scalars=True)(_legacy(_pair))
+    op(_op, *_since, scalars=True)(_binary(_pair))
 
 
-@ROWS.add("Mod", 10, 13, 28)
+@op("Mod", 10, 13, 28)
 def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
     """Run ONNX Mod: the remainder of a ÷ b with the sign of b; with the attribute ``fmod``, with the sign of a."""
     function = torch.fmod if integer(node, "fmod", 0) else torch.remainder
     return _unsigned(function, a, b) if a.dtype in WIDER else function(a, b)
 
 
-@ROWS.add("BitShift", 11, 28)
+@op("BitShift", 11, 28)
 def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
     """Run ONNX BitShift: shift unsigned integers ``a`` by ``b`` bits, left or right by the attribute ``direction``."""
     shift = (
@@ -337,7 +322,7 @@ def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
     return shift(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)
 
 
-@ROWS.add("Where", 9, 16, scalars=True)
+@op("Where", 9, 16, scalars=True)
 def where(node: Node, condition: Any, a: Any, b: Any) -> Tensor:
     """Run ONNX Where: elements of ``a`` where ``condition`` is true, else of ``b``, with broadcasting."""
     like = next((v for v in (a, b) if isinstance(v, Tensor)), None)
@@ -363,10 +348,10 @@ def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Ten
 
 
 for (_op, _since), _fold in VARIADIC.items():
-    ROWS.add(_op, *_since)(_variadic(_fold))
+    op(_op, *_since)(_variadic(_fold))
 
 
-@ROWS.add("Mean", 1, 6, 8, 13)
+@op("Mean", 1, 6, 8, 13)
 def mean(node: Node, *tensors: Tensor) -> Tensor:
     """Run ONNX Mean: the elementwise mean of several tensors, with broadcasting."""
     found = present(tensors)

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, intended, ints, number, refuse, text
-
-ROWS = OpRows()
+from rematplan.runtime.onnx.ops.rows import integer, intended, ints, number, op, refuse, text
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 CONV_TRANSPOSE: dict[int, Callable[..., Tensor]] = {
@@ -69,7 +67,7 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
 # ------------------------------------------------------------------ convolution
 
 
-@ROWS.add("Conv", 1, 11, 22)
+@op("Conv", 1, 11, 22)
 def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Run ONNX Conv on ``x`` (N, C, …) with 1 to 3 spatial axes, else `ModelError`. ``w``: (C', C ÷ group, …). ``b``:
     (C') or None."""
@@ -83,7 +81,7 @@ def conv(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return CONV[rank](x, w, b, strides, before, dilations, integer(node, "group", 1))
 
 
-@ROWS.add("ConvTranspose", 1, 11, 22)
+@op("ConvTranspose", 1, 11, 22)
 def conv_transpose(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """Run ONNX ConvTranspose on ``x`` (N, C, …) with 1 to 3 spatial axes, else `ModelError`. ``w``: (C, C' ÷ group, …).
     ``b``: (C') or None."""
@@ -158,7 +156,7 @@ def _trained_batch_norm(
     return y, new_mean, new_var * ((count - 1) / count) + var.detach() * (keep / count)
 
 
-@ROWS.add("BatchNormalization", 14, 15)
+@op("BatchNormalization", 14, 15)
 def batch_norm(node: Node, *inputs: Tensor) -> Any:
     """Run ONNX BatchNormalization on X, scale, shift, running mean and variance. If ``training_mode`` is set, return X
     normalised by the batch with new running statistics; else X normalised by the running ones."""
@@ -169,7 +167,7 @@ def batch_norm(node: Node, *inputs: Tensor) -> Any:
     )
 
 
-@ROWS.add("BatchNormalization", 7, 9)
+@op("BatchNormalization", 7, 9)
 def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
     """Run ONNX BatchNormalization of opsets 7 to 13 on X, scale, shift, running mean and variance. A node with one
     output normalises by the running statistics, others by the batch, and return new and batch statistics as
@@ -179,7 +177,7 @@ def batch_norm_by_outputs(node: Node, *inputs: Tensor) -> Any:
     return _with_saved(node, *inputs)
 
 
-@ROWS.add("BatchNormalization", 1, 6)
+@op("BatchNormalization", 1, 6)
 def batch_norm_by_test_flag(node: Node, *inputs: Tensor) -> Any:
     """Run ONNX BatchNormalization of opsets below 7: by the running statistics if ``is_test`` is set; else by the
     batch, with new and batch statistics as requested."""
@@ -194,13 +192,13 @@ def _with_saved(node: Node, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     return y, mean, var, x.detach().mean(axes), x.detach().var(axes, correction=0)
 
 
-@ROWS.add("InstanceNormalization", 1, 6, 22)
+@op("InstanceNormalization", 1, 6, 22)
 def instance_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """Run ONNX InstanceNormalization: normalise each channel of ``x`` (N, C, …). ``w``, ``b``: scale, shift (C)."""
     return torch.instance_norm(x, w, b, None, None, True, 0.0, number(node, "epsilon", 1e-5), False)
 
 
-@ROWS.add("LayerNormalization", 17)
+@op("LayerNormalization", 17)
 def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
     """Run ONNX LayerNormalization over the axes from ``axis`` on. Return the result, the mean and the inverse
     standard deviation."""
@@ -215,20 +213,20 @@ def layer_norm(node: Node, x: Tensor, w: Tensor, b: Tensor | None = None) -> Any
     return y, mean, inverse
 
 
-@ROWS.add("GroupNormalization", 21)
+@op("GroupNormalization", 21)
 def group_norm(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """Run ONNX GroupNormalization: normalise groups of channels of ``x`` (N, C, …). ``w``, ``b``: scale, shift (C)."""
     return torch.group_norm(x, integer(node, "num_groups", 1), w, b, number(node, "epsilon", 1e-5), False)
 
 
-@ROWS.add("GroupNormalization", 18)
+@op("GroupNormalization", 18)
 def group_norm_by_group(node: Node, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """Run ONNX GroupNormalization of opset 18, where scale ``w`` and shift ``b`` have one number per group."""
     each = x.shape[1] // integer(node, "num_groups", 1)
     return group_norm(node, x, w.repeat_interleave(each), b.repeat_interleave(each))
 
 
-@ROWS.add("RMSNormalization", 23)
+@op("RMSNormalization", 23)
 def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
     """Run ONNX RMSNormalization: divide by the root mean square from ``axis`` on, then multiply by ``w``."""
     axis = integer(node, "axis", -1) % x.dim()
@@ -239,7 +237,7 @@ def rms_norm(node: Node, x: Tensor, w: Tensor) -> Tensor:
     return (wide * torch.rsqrt(square + number(node, "epsilon", 1e-5))).to(x.dtype) * w
 
 
-@ROWS.add("LRN", 1, 13)
+@op("LRN", 1, 13)
 def local_response_norm(node: Node, x: Tensor) -> Tensor:
     """Run ONNX LRN: divide by (bias + alpha · mean of squares over ``size`` neighbouring channels)^beta."""
     size = integer(node, "size", 1)
@@ -251,7 +249,7 @@ def local_response_norm(node: Node, x: Tensor) -> Tensor:
     return x / (mean * alpha + bias) ** beta
 
 
-@ROWS.add("MeanVarianceNormalization", 9, 13)
+@op("MeanVarianceNormalization", 9, 13)
 def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
     """Run ONNX MeanVarianceNormalization: zero mean and unit standard deviation over ``axes``, by default (0, 2, 3)."""
     axes = ints(node, "axes") or (0, 2, 3)
@@ -260,7 +258,7 @@ def mean_variance_norm(node: Node, x: Tensor) -> Tensor:
     return centred / (deviation + 1e-9)
 
 
-@ROWS.add("LpNormalization", 1, 22)
+@op("LpNormalization", 1, 22)
 def lp_norm(node: Node, x: Tensor) -> Tensor:
     """Run ONNX LpNormalization: divide by the L1 or L2 norm along ``axis``; zero where the norm is zero."""
     norm = torch.linalg.vector_norm(x, integer(node, "p", 2), integer(node, "axis", -1), keepdim=True)
@@ -272,7 +270,7 @@ def lp_norm(node: Node, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ dropout
 
 
-@ROWS.add("Dropout", 12, 13, 22, known=(1, 2), random=True)
+@op("Dropout", 12, 13, 22, known=(1, 2), random=True)
 def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> Any:
     """Run ONNX Dropout: drop elements if ``training`` is true and ``ratio`` (None for 0.5) is not 0. A second output
     is the mask of kept elements."""
@@ -282,13 +280,13 @@ def dropout(node: Node, x: Tensor, ratio: Any = None, training: Any = None) -> A
     return torch.native_dropout(x, p, True)
 
 
-@ROWS.add("Dropout", 7, 10)
+@op("Dropout", 7, 10)
 def dropout_at_inference(node: Node, x: Tensor) -> Any:
     """Run ONNX Dropout of opsets 7 to 11: return the input and, if the node has a second output, a mask of ones."""
     return (x, torch.ones_like(x, dtype=torch.bool)) if len(node.outputs) > 1 and node.outputs[1] else x
 
 
-@ROWS.add("Dropout", 1, 6, random=True)
+@op("Dropout", 1, 6, random=True)
 def dropout_by_test_flag(node: Node, x: Tensor) -> Any:
     """Run ONNX Dropout of opsets below 7: if ``is_test`` is set, return the input, otherwise apply dropout and return
     the result and its mask."""

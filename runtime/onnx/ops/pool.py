@@ -13,9 +13,7 @@ from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.nn import CONV, pad_spatial, spread, window_pads
-from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, ints, number, refuse, text
-
-ROWS = OpRows()
+from rematplan.runtime.onnx.ops.rows import Known, integer, ints, number, op, refuse, text
 
 MAX_POOL: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOL: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -65,7 +63,7 @@ def window(node: Node, x: Tensor) -> Window:
     return Window(kernel, strides, dilations, before, after, tuple(reach), ceil)
 
 
-@ROWS.add("MaxPool", 1, 8, 10, 11, 12, 22)
+@op("MaxPool", 1, 8, 10, 11, 12, 22)
 def max_pool(node: Node, x: Tensor) -> Any:
     """Run ONNX MaxPool over windows of ``x`` (N, C, …) with 1 to 3 spatial axes. If the node has a second output, also
     return the maxima's positions in the flattened ``x``."""
@@ -105,7 +103,7 @@ def _global_places(node: Node, x: Tensor, padded: Tensor, places: Tensor, before
     return flat + planes.view(x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
 
 
-@ROWS.add("MaxUnpool", 9, 11, 22, known=(2,))
+@op("MaxUnpool", 9, 11, 22, known=(2,))
 def max_unpool(node: Node, x: Tensor, places: Tensor, shape: Known = None) -> Tensor:
     """Run ONNX MaxUnpool: write ``x`` (N, C, …) to the positions ``places`` of flattened zeros. These have the size
     that MaxPool with the node's attributes reduces to that of ``x``, and zeros follow up to ``shape`` if larger."""
@@ -125,7 +123,7 @@ def max_unpool(node: Node, x: Tensor, places: Tensor, shape: Known = None) -> Te
     return pad_spatial(found, (0,) * rank, [int(n) - have for n, have in zip(shape[2:], sizes, strict=True)])
 
 
-@ROWS.add("AveragePool", 1, 7, 10, 11, 19, 22)
+@op("AveragePool", 1, 7, 10, 11, 19, 22)
 def average_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX AveragePool on ``x`` (N, C, …), 1 to 3 spatial axes. Padding counts if ``count_include_pad`` is set."""
     w = window(node, x)
@@ -147,7 +145,7 @@ def _window_sum(x: Tensor, w: Window) -> Tensor:
     return total.reshape(*x.shape[:2], *total.shape[2:])
 
 
-@ROWS.add("LpPool", 1, 2, 11, 18, 22)
+@op("LpPool", 1, 2, 11, 18, 22)
 def lp_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX LpPool: (Σ |x|ᵖ)^(1/p) over each window of ``x`` (N, C, …), with 1 to 3 spatial axes."""
     w = window(node, x)
@@ -155,19 +153,19 @@ def lp_pool(node: Node, x: Tensor) -> Tensor:
     return _window_sum(pad_spatial(x.abs().pow(p), w.before, w.reach), w).pow(1.0 / p)
 
 
-@ROWS.add("GlobalAveragePool", 1, 22)
+@op("GlobalAveragePool", 1, 22)
 def global_average_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX GlobalAveragePool: (N, C, …) to (N, C, 1, …), the mean over all spatial axes."""
     return x.mean(tuple(range(2, x.dim())), keepdim=True)
 
 
-@ROWS.add("GlobalMaxPool", 1, 22)
+@op("GlobalMaxPool", 1, 22)
 def global_max_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX GlobalMaxPool: (N, C, …) to (N, C, 1, …), the maximum over all spatial axes."""
     return x.amax(tuple(range(2, x.dim())), keepdim=True)
 
 
-@ROWS.add("GlobalLpPool", 1, 2, 22)
+@op("GlobalLpPool", 1, 2, 22)
 def global_lp_pool(node: Node, x: Tensor) -> Tensor:
     """Run ONNX GlobalLpPool: (N, C, …) to (N, C, 1, …), the p-norm over all spatial axes."""
     norm: Tensor = torch.linalg.vector_norm(x, number(node, "p", 2), tuple(range(2, x.dim())), keepdim=True)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from rematplan.ir.onnx.fake_quantisation import INT32
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, refuse
+from rematplan.runtime.onnx.ops.rows import integer, ints, op, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
-
-ROWS = OpRows()
 
 QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
 
@@ -41,7 +39,7 @@ def _quantisable(node: Node) -> None:
         raise refuse(node, f"the element type {stated} is not supported")
 
 
-@ROWS.add("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
+@op("QuantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28, check=_quantisable)
 def quantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run ONNX QuantizeLinear: ``round(x / scale) + zero``, clamped to the type of ``zero``, or of ``output_dtype``
     (default uint8). ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it."""
@@ -68,7 +66,7 @@ def _rounded(
     return whole, dtype
 
 
-@ROWS.add("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
+@op("DequantizeLinear", 10, 13, 19, 21, 23, 24, 25, 28)
 def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run ONNX DequantizeLinear: ``(x − zero) · scale`` in the type ``output_dtype``, by default that of the scale.
     ``scale``, ``zero``: one number, one per index of ``axis``, or one per block along it. `ModelError` unless ``x`` is
@@ -82,7 +80,7 @@ def dequantize_linear(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None 
     return y.to(ONNX_DTYPES.get(integer(node, "output_dtype", 0), scale.dtype))
 
 
-@ROWS.add("FakeQuantize", 1)
+@op("FakeQuantize", 1)
 def fake_quantize(node: Node, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
     """Run QuantizeLinear and DequantizeLinear. The gradient passes unchanged where ``x`` is in the integers' range, and
     is 0 outside. The attribute ``quantised`` is the integers' type without a zero point, ``clip`` a narrower range."""
@@ -110,7 +108,7 @@ class _StraightThrough(torch.autograd.Function):
         return torch.where(inside, gradient, 0).to(ctx.dtype), None, None
 
 
-@ROWS.add("DynamicQuantizeLinear", 11)
+@op("DynamicQuantizeLinear", 11)
 def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Run ONNX DynamicQuantizeLinear: quantise to uint8 over the range of the input, extended to include zero. Return
     the bytes, the scale and the zero point."""
@@ -121,7 +119,7 @@ def dynamic_quantize_linear(node: Node, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return (torch.round(x / scale) + zero).clamp(0, 255).to(torch.uint8), scale, zero.to(torch.uint8)
 
 
-@ROWS.add("MatMulInteger", 10)
+@op("MatMulInteger", 10)
 def matmul_integer(
     node: Node, a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None
 ) -> Tensor:

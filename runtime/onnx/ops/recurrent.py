@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, refuse, text
-
-ROWS = OpRows()
+from rematplan.runtime.onnx.ops.rows import integer, op, refuse, text
 
 Activation = Callable[[Tensor], Tensor]
 State = tuple[Tensor, ...]
@@ -236,21 +234,21 @@ def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.gather(x, 0, places.unsqueeze(-1).expand_as(x))
 
 
-@ROWS.add("RNN", 1, 7, 14, 22, check=_check(RNN))
+@op("RNN", 1, 7, 14, 22, check=_check(RNN))
 def rnn(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX RNN: Hₜ = f(Xₜ·Wᵀ + Hₜ₋₁·Rᵀ + b). Inputs: X, W, R, B, lengths, initial H; absent ones None or missing.
     Returns H of all steps, (steps, directions, batch, hidden), and the last H."""
     return _run(node, RNN, inputs)
 
 
-@ROWS.add("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
+@op("GRU", 1, 3, 7, 14, 22, check=_check(GRU))
 def gru(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX GRU, step by step. Inputs: X, W, R, B, lengths, initial H; absent ones are None or missing. Returns H of
     all steps, (steps, directions, batch, hidden), and the last H."""
     return _run(node, GRU, inputs)
 
 
-@ROWS.add("LSTM", 1, 7, 14, 22, check=_check(LSTM))
+@op("LSTM", 1, 7, 14, 22, check=_check(LSTM))
 def lstm(node: Node, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Run ONNX LSTM, step by step. Inputs: X, W, R, B, lengths, initial H and C, peepholes; absent ones are None or
     missing. Returns H of all steps, (steps, directions, batch, hidden), the last H and the last C."""

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, ints, known_ints, number, present, text
-
-ROWS = OpRows()
-
+from rematplan.runtime.onnx.ops.rows import Known, integer, ints, known_ints, number, op, present, text
 
 # ------------------------------------------------------------------ reductions
 
@@ -113,8 +110,8 @@ def _reduced(
 
 
 for (_op, _since), (_form, _reduction) in REDUCTIONS.items():
-    ROWS.add(_op, *(v for v in _since if v < _form))(_by_attribute(_reduction))
-    ROWS.add(_op, *(v for v in _since if v >= _form), known=(1,))(_by_input(_reduction))
+    op(_op, *(v for v in _since if v < _form))(_by_attribute(_reduction))
+    op(_op, *(v for v in _since if v >= _form), known=(1,))(_by_input(_reduction))
 
 
 def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tensor:
@@ -125,26 +122,26 @@ def _arg_extreme(node: Node, x: Tensor, function: Callable[..., Tensor]) -> Tens
     return last
 
 
-@ROWS.add("ArgMax", 1, 11, 12, 13)
+@op("ArgMax", 1, 11, 12, 13)
 def arg_max(node: Node, x: Tensor) -> Tensor:
     """Run ONNX ArgMax along ``axis``: of equal maxima the first, or the last if ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmax)
 
 
-@ROWS.add("ArgMin", 1, 11, 12, 13)
+@op("ArgMin", 1, 11, 12, 13)
 def arg_min(node: Node, x: Tensor) -> Tensor:
     """Run ONNX ArgMin along ``axis``: of equal minima the first, or the last if ``select_last_index`` is set."""
     return _arg_extreme(node, x, torch.argmin)
 
 
-@ROWS.add("CumSum", 11, 14, known=(1,))
+@op("CumSum", 11, 14, known=(1,))
 def cumulative_sum(node: Node, x: Tensor, axis: Known) -> Tensor:
     """Run ONNX CumSum: the running sum along ``axis``, from the end with ``reverse``, without the own element with
     ``exclusive``."""
     return _cumulative(node, x, axis, torch.cumsum, 0)
 
 
-@ROWS.add("CumProd", 26, known=(1,))
+@op("CumProd", 26, known=(1,))
 def cumulative_product(node: Node, x: Tensor, axis: Known) -> Tensor:
     """Run ONNX CumProd: the running product along ``axis``, from the end with ``reverse``, without the own element with
     ``exclusive``."""
@@ -178,7 +175,16 @@ def softmax(x: Tensor, axis: int) -> Tensor:
     return raised / raised.sum(axis, keepdim=True)
 
 
-SOFTMAX: dict[str, Callable[..., Tensor]] = {"Softmax": softmax, "LogSoftmax": torch.log_softmax}
+def hardmax(x: Tensor, axis: int) -> Tensor:
+    """Return 1 at the first maximum of ``x`` along ``axis``, 0 elsewhere."""
+    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
+
+
+SOFTMAX: dict[str, Callable[..., Tensor]] = {
+    "Hardmax": hardmax,
+    "LogSoftmax": torch.log_softmax,
+    "Softmax": softmax,
+}
 
 
 def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
@@ -186,7 +192,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor
 
 
 def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], Tensor]:
-    """Return Softmax or LogSoftmax of opsets before 13, which normalise over all axes from ``axis`` on together."""
+    """Return Softmax or another function of opsets before 13, which work on all axes from ``axis`` on together."""
 
     def run(node: Node, x: Tensor) -> Tensor:
         axis = integer(node, "axis", 1) % max(x.dim(), 1)
@@ -196,34 +202,20 @@ def _flat_softmax(function: Callable[..., Tensor]) -> Callable[[Node, Tensor], T
 
 
 for _op, _function in SOFTMAX.items():
-    ROWS.add(_op, 13)(_softmax(_function))
-    ROWS.add(_op, 1, 11)(_flat_softmax(_function))
-
-
-@ROWS.add("Hardmax", 13)
-def hardmax(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Hardmax: 1 at the first maximum along ``axis``, 0 elsewhere."""
-    axis = integer(node, "axis", -1)
-    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
-
-
-@ROWS.add("Hardmax", 1, 11)
-def flat_hardmax(node: Node, x: Tensor) -> Tensor:
-    """Run ONNX Hardmax of opsets below 13: 1 at the first maximum over all axes from ``axis`` on, else 0."""
-    flat = x.flatten(integer(node, "axis", 1) % x.dim())
-    return torch.zeros_like(flat).scatter(-1, flat.argmax(-1, keepdim=True), 1.0).reshape(x.shape)
+    op(_op, 13)(_softmax(_function))
+    op(_op, 1, 11)(_flat_softmax(_function))
 
 
 # ------------------------------------------------------------------ matrix products
 
 
-@ROWS.add("MatMul", 1, 9, 13)
+@op("MatMul", 1, 9, 13)
 def mat_mul(node: Node, a: Tensor, b: Tensor) -> Tensor:
     """Run ONNX MatMul: NumPy's matrix product, with broadcasting of leading axes."""
     return torch.matmul(a, b)
 
 
-@ROWS.add("Gemm", 1, 6, 7, 9, 11, 13)
+@op("Gemm", 1, 6, 7, 9, 11, 13)
 def gemm(node: Node, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
     """Run ONNX Gemm: ``alpha · A·B + beta · C``, with ``transA``, ``transB``, and ``c`` broadcast or None. A plain
     linear layer runs as torch's linear."""
@@ -247,13 +239,13 @@ def _integer_gemm(product: Tensor, c: Tensor | None, alpha: float, beta: float) 
     return scaled + (c if beta == 1.0 else (c * beta).to(product.dtype))
 
 
-@ROWS.add("Einsum", 12, 28)
+@op("Einsum", 12, 28)
 def einsum(node: Node, *tensors: Tensor) -> Tensor:
     """Run ONNX Einsum: the sum of products of ``tensors`` that the attribute ``equation`` states."""
     return torch.einsum(text(node, "equation", ""), *present(tensors))
 
 
-@ROWS.add("Det", 11, 22)
+@op("Det", 11, 22)
 def det(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Det: the determinants of the matrices in the last two axes."""
     result: Tensor = torch.linalg.det(x)

@@ -18,17 +18,15 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    OpRows,
     by_attributes,
     integer,
     ints,
     known_ints,
     number,
+    op,
     refuse,
     text,
 )
-
-ROWS = OpRows()
 
 LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
@@ -246,7 +244,7 @@ def _native(x: Tensor, axes: Sequence[Axis], rule: Rule) -> Tensor | None:
 # ------------------------------------------------------------------ the ops
 
 
-@ROWS.add("Resize", 11, 13, 18, 19, known=(1, 2, 3))
+@op("Resize", 11, 13, 18, 19, known=(1, 2, 3))
 def resize(node: Node, x: Tensor, roi: Known = None, scales: Known = None, sizes: Known = None) -> Tensor:
     """Run ONNX Resize: interpolate to ``sizes`` if given, else by ``scales``; `ModelError` without either. ``roi``:
     starts, then ends, of the region for ``tf_crop_and_resize``."""
@@ -284,8 +282,8 @@ def _sizes(
     return [math.floor(scale * x.shape[a] + 0.5) for a in along], [scale] * len(along)
 
 
-@ROWS.add("Resize", 10, known=(1,))
-@ROWS.add("Upsample", 9, 10, known=(1,))
+@op("Resize", 10, known=(1,))
+@op("Upsample", 9, 10, known=(1,))
 def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
     """Run ONNX Resize of opset 10, or Upsample: multiply each axis by its scale, rounded down. Position i maps to i
     ÷ scale."""
@@ -300,4 +298,4 @@ def upsample(node: Node, x: Tensor, scales: np.ndarray) -> Tensor:
     return _resized(node, x, axes, rule)
 
 
-ROWS.add("Upsample", 7)(by_attributes(upsample, "scales"))
+op("Upsample", 7)(by_attributes(upsample, "scales"))

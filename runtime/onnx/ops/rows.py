@@ -7,7 +7,7 @@ changes no input. Functions of sequences may return a list or a NumPy array.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,47 +52,33 @@ class Row:
     """Whether all inputs are passed as they are: tensors, NumPy arrays (known values), lists (sequences of tensors)."""
 
 
-@dataclass
-class OpRows:
-    """The op table's entries (`Row`) for the ops of one module. The decorator `add` appends an entry."""
+ROWS: list[Row] = []
+"""The op table's entries, which the modules of this package add."""
 
-    rows: list[Row] = field(default_factory=list)
 
-    def add(
-        self,
-        op: str,
-        *since: int,
-        known: tuple[int, ...] = (),
-        scalars: bool = False,
-        size: SizeRule | None = None,
-        random: bool = False,
-        literal: tuple[int, ...] = (),
-        check: Callable[[Node], None] | None = None,
-        raw: bool = False,
-    ) -> Callable[[H], H]:
-        """Return a decorator that adds an entry for each opset in ``since``. Other arguments are fields of `Row`."""
+def op(
+    name: str,
+    *since: int,
+    known: tuple[int, ...] = (),
+    scalars: bool = False,
+    size: SizeRule | None = None,
+    random: bool = False,
+    literal: tuple[int, ...] = (),
+    check: Callable[[Node], None] | None = None,
+    raw: bool = False,
+) -> Callable[[H], H]:
+    """Return a decorator that adds an entry of ONNX's op ``name`` to `ROWS` for each opset in ``since``. Other
+    arguments are fields of `Row`."""
 
-        def collect(handler: H) -> H:
-            """Add an entry with ``handler`` for each opset, and return ``handler``."""
-            self.rows += [
-                Row(
-                    "",
-                    op,
-                    version,
-                    handler,
-                    known=frozenset(known),
-                    scalars=scalars,
-                    size=size,
-                    random=random,
-                    literal=frozenset(literal),
-                    check=check,
-                    raw=raw,
-                )
-                for version in since
-            ]
-            return handler
+    def collect(handler: H) -> H:
+        """Add an entry with ``handler`` for each opset, and return ``handler``."""
+        row = Row(
+            "", name, 0, handler, frozenset(known), scalars, size, random, frozenset(literal), check, raw
+        )
+        ROWS.extend(replace(row, since=version) for version in since)
+        return handler
 
-        return collect
+    return collect
 
 
 def by_attributes(run: Handler, *names: str) -> Handler:

@@ -10,27 +10,25 @@ import torch
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, refuse, stated
+from rematplan.runtime.onnx.ops.rows import integer, op, refuse, stated
 from rematplan.runtime.onnx.ops.values import to_tensor
-
-ROWS = OpRows()
 
 Value = Any  # Tensor | np.ndarray
 
 
-@ROWS.add("SequenceEmpty", 11, raw=True)
+@op("SequenceEmpty", 11, raw=True)
 def sequence_empty(node: Node) -> list[Value]:
     """Run ONNX SequenceEmpty: an empty sequence, as a Python list."""
     return []
 
 
-@ROWS.add("SequenceConstruct", 11, raw=True)
+@op("SequenceConstruct", 11, raw=True)
 def sequence_construct(node: Node, *values: Value) -> list[Value]:
     """Run ONNX SequenceConstruct: a sequence (Python list) of the inputs."""
     return list(values)
 
 
-@ROWS.add("SequenceInsert", 11, raw=True)
+@op("SequenceInsert", 11, raw=True)
 def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = None) -> list[Value]:
     """Run ONNX SequenceInsert: a copy of the sequence with ``value`` before position ``at``. If ``at`` is None,
     ``value`` is appended."""
@@ -38,7 +36,7 @@ def sequence_insert(node: Node, items: list[Value], value: Value, at: Value = No
     return [*items[:place], value, *items[place:]]
 
 
-@ROWS.add("SequenceErase", 11, raw=True)
+@op("SequenceErase", 11, raw=True)
 def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Value]:
     """Run ONNX SequenceErase: a copy of the sequence without the element at position ``at``. If ``at`` is None, the
     last element is left out."""
@@ -46,19 +44,19 @@ def sequence_erase(node: Node, items: list[Value], at: Value = None) -> list[Val
     return [*items[:place], *items[place + 1 :]]
 
 
-@ROWS.add("SequenceAt", 11, raw=True)
+@op("SequenceAt", 11, raw=True)
 def sequence_at(node: Node, items: list[Value], at: Value) -> Value:
     """Run ONNX SequenceAt: the element at position ``at``; negative positions count from the end."""
     return items[_place(node, at, len(items))]
 
 
-@ROWS.add("SequenceLength", 11, raw=True)
+@op("SequenceLength", 11, raw=True)
 def sequence_length(node: Node, items: list[Value]) -> np.ndarray:
     """Run ONNX SequenceLength: the number of elements of the sequence."""
     return np.asarray(len(items), np.int64)
 
 
-@ROWS.add("ConcatFromSequence", 11, raw=True)
+@op("ConcatFromSequence", 11, raw=True)
 def concat_from_sequence(node: Node, items: list[Value]) -> Value:
     """Run ONNX ConcatFromSequence along ``axis``, or stack if ``new_axis`` is set. The result is a NumPy array if all
     elements are; `ModelError` if there are none."""
@@ -72,7 +70,7 @@ def concat_from_sequence(node: Node, items: list[Value]) -> Value:
     return torch.stack(tensors, axis) if new else torch.cat(tensors, axis)
 
 
-@ROWS.add("SplitToSequence", 11, 24, raw=True)
+@op("SplitToSequence", 11, 24, raw=True)
 def split_to_sequence(node: Node, value: Value, sizes: Value = None) -> list[Value]:
     """Run ONNX SplitToSequence: split ``value`` along ``axis`` into parts of the sizes in a list, or of one size, the
     last maybe smaller; `ModelError` for one size below 1. With None the parts have size 1, and lose the axis if

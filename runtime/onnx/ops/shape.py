@@ -13,18 +13,15 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    OpRows,
     by_attributes,
     integer,
     ints,
     known_ints,
+    op,
     refuse,
     text,
 )
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES, to_tensor
-
-ROWS = OpRows()
-
 
 # ------------------------------------------------------------------ shapes as values
 
@@ -36,14 +33,14 @@ def stated_sizes(node: Node, x: Tensor) -> list[int]:
     return list(x.shape)[integer(node, "start", 0) : end]
 
 
-@ROWS.add("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
+@op("Shape", 1, 13, 15, 19, 21, 23, 24, 25)
 def shape(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Shape: the sizes of ``x`` from the attribute ``start`` up to, but without, ``end``, as an int64
     tensor."""
     return torch.tensor(stated_sizes(node, x), dtype=torch.int64)
 
 
-@ROWS.add("Size", 1, 13, 19, 21, 23, 24, 25)
+@op("Size", 1, 13, 19, 21, 23, 24, 25)
 def size(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Size: the number of elements of ``x``, as an int64 tensor."""
     return torch.tensor(math.prod(x.shape), dtype=torch.int64)
@@ -53,7 +50,7 @@ def _filled(shape: np.ndarray) -> int:
     return math.prod(abs(int(d)) for d in shape.ravel())
 
 
-@ROWS.add("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
+@op("ConstantOfShape", 9, 20, 21, 23, 24, 25, known=(0,), size=_filled)
 def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
     """Run ONNX ConstantOfShape: a tensor of a shape, filled with the attribute ``value`` (by default float32 zero)."""
     value = node.attributes.get("value", np.zeros(1, np.float32))
@@ -61,7 +58,7 @@ def constant_of_shape(node: Node, shape: np.ndarray) -> Tensor:
     return torch.full(known_ints(shape), np.asarray(value).ravel()[0].item(), dtype=fill.dtype)  # type: ignore[arg-type]
 
 
-@ROWS.add("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
+@op("Constant", 1, 9, 11, 12, 13, 19, 21, 23, 24, 25)
 def constant(node: Node) -> Tensor:
     """Run ONNX Constant: the attribute ``value`` as a tensor. Most Constant nodes never run, because reading the file
     turns them into weights."""
@@ -72,7 +69,7 @@ def _range_size(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> int:
     return max(0, math.ceil((float(limit) - float(start)) / float(delta)))
 
 
-@ROWS.add("Range", 11, 27, known=(0, 1, 2), size=_range_size)
+@op("Range", 11, 27, known=(0, 1, 2), size=_range_size)
 def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
     """Run ONNX Range: ``start``, ``start + delta``, … up to ``limit``, which is excluded. The result has the type of
     ``start``."""
@@ -80,7 +77,7 @@ def arange(node: Node, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) 
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=dtype)
 
 
-@ROWS.add("EyeLike", 9, 22)
+@op("EyeLike", 9, 22)
 def eye_like(node: Node, x: Tensor) -> Tensor:
     """Run ONNX EyeLike: ones on the diagonal at offset ``k``, zeros elsewhere, in the shape of ``x`` and the type
     ``dtype``, else its type."""
@@ -90,7 +87,7 @@ def eye_like(node: Node, x: Tensor) -> Tensor:
     return (shifted == integer(node, "k", 0)).to(dtype)
 
 
-@ROWS.add("NonZero", 9, 13)
+@op("NonZero", 9, 13)
 def non_zero(node: Node, x: Tensor) -> Tensor:
     """Run ONNX NonZero: the indices of the nonzero elements, of shape (axes of ``x``, number of such elements). The
     shape depends on data."""
@@ -100,13 +97,13 @@ def non_zero(node: Node, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ views
 
 
-@ROWS.add("Identity", 1, 13, 14, 16, 19, 21, 23, 24, 25)
+@op("Identity", 1, 13, 14, 16, 19, 21, 23, 24, 25)
 def identity(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Identity: the input itself."""
     return x
 
 
-@ROWS.add("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
+@op("Reshape", 5, 13, 14, 19, 21, 23, 24, 25, known=(1,))
 def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     """Run ONNX Reshape. A 0 copies the size of that axis of ``x`` unless ``allowzero`` is set; a −1 is inferred."""
     sizes = known_ints(shape) or ()
@@ -115,10 +112,10 @@ def reshape(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     return x.reshape(sizes)
 
 
-ROWS.add("Reshape", 1)(by_attributes(reshape, "shape"))
+op("Reshape", 1)(by_attributes(reshape, "shape"))
 
 
-@ROWS.add("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
+@op("Flatten", 1, 9, 11, 13, 21, 23, 24, 25)
 def flatten(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Flatten: reshape to two axes, the product of the axes before ``axis`` and the product of the others."""
     axis = integer(node, "axis", 1)
@@ -126,13 +123,13 @@ def flatten(node: Node, x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-@ROWS.add("Transpose", 1, 13, 21, 23, 24, 25)
+@op("Transpose", 1, 13, 21, 23, 24, 25)
 def transpose(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Transpose: permute the axes by the attribute ``perm``; without it, reverse them."""
     return x.permute(ints(node, "perm") or tuple(reversed(range(x.dim()))))
 
 
-@ROWS.add("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
+@op("Unsqueeze", 13, 21, 23, 24, 25, known=(1,))
 def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
     """Run ONNX Unsqueeze: insert axes of size 1 at the positions ``axes`` in the result; `ModelError` for equal ones
     and those outside."""
@@ -146,10 +143,10 @@ def unsqueeze(node: Node, x: Tensor, axes: np.ndarray) -> Tensor:
     return x
 
 
-ROWS.add("Unsqueeze", 1, 11)(by_attributes(unsqueeze, "axes"))
+op("Unsqueeze", 1, 11)(by_attributes(unsqueeze, "axes"))
 
 
-@ROWS.add("Squeeze", 13, 21, 23, 24, 25, known=(1,))
+@op("Squeeze", 13, 21, 23, 24, 25, known=(1,))
 def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
     """Run ONNX Squeeze: drop ``axes`` of size 1 (None: all); `ModelError` for axes of another size."""
     wanted = known_ints(axes)
@@ -159,21 +156,21 @@ def squeeze(node: Node, x: Tensor, axes: Known = None) -> Tensor:
     return x.squeeze(wanted)
 
 
-ROWS.add("Squeeze", 1, 11)(by_attributes(squeeze, "axes"))
+op("Squeeze", 1, 11)(by_attributes(squeeze, "axes"))
 
 
 def _expanded_size(x: np.ndarray, shape: np.ndarray) -> int:
     return _filled(shape) * max(1, x.size)
 
 
-@ROWS.add("Expand", 8, 13, known=(1,), size=_expanded_size)
+@op("Expand", 8, 13, known=(1,), size=_expanded_size)
 def expand(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     """Run ONNX Expand: broadcast ``x`` to the shape to which ``x`` and ``shape`` broadcast. ``shape`` may have 1 where
     ``x`` is larger."""
     return x.expand(np.broadcast_shapes(tuple(x.shape), known_ints(shape) or ()))
 
 
-@ROWS.add("Tile", 6, 13, known=(1,), size=_expanded_size)
+@op("Tile", 6, 13, known=(1,), size=_expanded_size)
 def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
     """Run ONNX Tile: repeat ``x`` along each axis; ``repeats`` has the number of repetitions of each axis."""
     return x.repeat(known_ints(repeats) or ())
@@ -182,7 +179,7 @@ def tile(node: Node, x: Tensor, repeats: np.ndarray) -> Tensor:
 # ------------------------------------------------------------------ blocks of space
 
 
-@ROWS.add("DepthToSpace", 1, 11, 13, 28)
+@op("DepthToSpace", 1, 11, 13, 28)
 def depth_to_space(node: Node, x: Tensor) -> Tensor:
     """Run ONNX DepthToSpace: move channels into blocks of b × b pixels, from (N, C, H, W) to (N, C ÷ b², H b, W b)."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
@@ -193,7 +190,7 @@ def depth_to_space(node: Node, x: Tensor) -> Tensor:
     return blocks.permute(0, 3, 4, 1, 5, 2).reshape(n, c // (block * block), h * block, w * block)
 
 
-@ROWS.add("SpaceToDepth", 1, 13, 28)
+@op("SpaceToDepth", 1, 13, 28)
 def space_to_depth(node: Node, x: Tensor) -> Tensor:
     """Run ONNX SpaceToDepth: blocks of b × b pixels become channels, from (N, C, H, W) to (N, C b², H ÷ b, W ÷ b)."""
     block, (n, c, h, w) = integer(node, "blocksize", 1), x.shape
@@ -207,22 +204,18 @@ def space_to_depth(node: Node, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ types
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def _castable(node: Node) -> None:
     if integer(node, "to", 0) not in ONNX_DTYPES:
         raise refuse(node, f"the element type {integer(node, 'to', 0)} is not supported")
 
 
-@ROWS.add("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
+@op("Cast", 6, 9, 13, 19, 21, 23, 24, 25, 28, check=_castable)
 def cast(node: Node, x: Tensor) -> Tensor:
     """Run ONNX Cast: convert ``x`` to the type ``to``. The op table refuses types that `ONNX_DTYPES` lacks."""
-    return _cast(x, ONNX_DTYPES[integer(node, "to", 0)])
+    return x.to(ONNX_DTYPES[integer(node, "to", 0)])
 
 
-@ROWS.add("CastLike", 15, 19, 21, 23, 24, 25)
+@op("CastLike", 15, 19, 21, 23, 24, 25)
 def cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
     """Run ONNX CastLike: convert ``x`` to the element type of ``like``."""
-    return _cast(x, like.dtype)
+    return x.to(like.dtype)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import Known, OpRows, integer, refuse
+from rematplan.runtime.onnx.ops.rows import Known, integer, op, refuse
 from rematplan.runtime.onnx.ops.values import ONNX_DTYPES
-
-ROWS = OpRows()
 
 
 def _complex(x: Tensor) -> Tensor:
@@ -24,7 +22,7 @@ def _complex(x: Tensor) -> Tensor:
     return wide.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(wide.contiguous())
 
 
-@ROWS.add("DFT", 20, known=(1, 2))
+@op("DFT", 20, known=(1, 2))
 def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tensor:
     """Run ONNX DFT along ``axis`` (None: −2) for ``length`` entries (None: all), or its inverse. The last axis has size
     1 (real) or 2 (real and imaginary parts). If ``onesided`` is set, a transform returns the first half of the
@@ -43,13 +41,13 @@ def dft(node: Node, x: Tensor, length: Known = None, axis: Known = None) -> Tens
     return torch.view_as_real(found.resolve_conj()).to(x.dtype)
 
 
-@ROWS.add("DFT", 17, known=(1,))
+@op("DFT", 17, known=(1,))
 def dft_by_attribute(node: Node, x: Tensor, length: Known = None) -> Tensor:
     """Run ONNX DFT of opset 17. It is the same as `dft`, but the axis is an attribute (by default 1)."""
     return dft(node, x, length, np.asarray(integer(node, "axis", 1)))
 
 
-@ROWS.add("STFT", 17, known=(1, 3))
+@op("STFT", 17, known=(1, 3))
 def stft(
     node: Node, x: Tensor, step: np.ndarray, window: Tensor | None = None, length: Known = None
 ) -> Tensor:
@@ -87,4 +85,4 @@ def _window(make: Callable[..., Tensor]) -> Callable[[Node, np.ndarray], Tensor]
 
 
 for _op, _make in WINDOWS.items():
-    ROWS.add(_op, 17, known=(0,), size=lambda size: int(size.reshape(())))(_window(_make))
+    op(_op, 17, known=(0,), size=lambda size: int(size.reshape(())))(_window(_make))

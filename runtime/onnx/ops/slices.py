@@ -10,29 +10,26 @@ from torch import Tensor
 from rematplan.ir.onnx.graph import Node
 from rematplan.runtime.onnx.ops.rows import (
     Known,
-    OpRows,
     by_attributes,
     integer,
     ints,
     known_ints,
+    op,
     present,
     refuse,
     text,
 )
 
-ROWS = OpRows()
-
-
 # ------------------------------------------------------------------ joining and splitting
 
 
-@ROWS.add("Concat", 1, 4, 11, 13)
+@op("Concat", 1, 4, 11, 13)
 def concat(node: Node, *tensors: Tensor) -> Tensor:
     """Run ONNX Concat: concatenate the tensors along ``axis``, which only opsets below 4 may omit (then it is 1)."""
     return torch.cat(present(tensors), integer(node, "axis", 1))
 
 
-@ROWS.add("Split", 1, 2, 11, 13, 18, known=(1,))
+@op("Split", 1, 2, 11, 13, 18, known=(1,))
 def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
     """Run ONNX Split along ``axis`` into parts of ``sizes`` or the attribute ``split``, else into equal parts of
     which the last may be smaller."""
@@ -47,7 +44,7 @@ def split(node: Node, x: Tensor, sizes: Known = None) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------ slicing
 
 
-@ROWS.add("Slice", 10, 11, 13, known=(1, 2, 3, 4))
+@op("Slice", 10, 11, 13, known=(1, 2, 3, 4))
 def slice_(
     node: Node, x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: Known = None, steps: Known = None
 ) -> Tensor:
@@ -73,7 +70,7 @@ def _slice_of(x: Tensor, axis: int, picked: range) -> Tensor:
     return x[tuple(whole)]
 
 
-ROWS.add("Slice", 1)(by_attributes(slice_, "starts", "ends", "axes"))
+op("Slice", 1)(by_attributes(slice_, "starts", "ends", "axes"))
 
 PAD_MODES = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
@@ -88,7 +85,7 @@ def _mirror(mode: str, n: int, low: int, high: int) -> Tensor:
     return (n - 1) - ((places % period) - (n - 1)).abs()
 
 
-@ROWS.add("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
+@op("Pad", 11, 13, 18, 19, 21, 23, 24, 25, known=(1, 2, 3))
 def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Known = None) -> Tensor:
     """Run ONNX Pad before and after each of ``axes`` (None: all), by ``mode``; negative padding crops. ``pads``: the
     padding before all axes, then after all axes. ``value``: what the mode ``constant`` adds, 0 for None. `ModelError`
@@ -110,11 +107,11 @@ def pad(node: Node, x: Tensor, pads: np.ndarray, value: Known = None, axes: Know
     return x
 
 
-ROWS.add("Pad", 2)(by_attributes(pad, "pads", "value"))
-ROWS.add("Pad", 1)(by_attributes(pad, "paddings", "value"))
+op("Pad", 2)(by_attributes(pad, "pads", "value"))
+op("Pad", 1)(by_attributes(pad, "paddings", "value"))
 
 
-@ROWS.add("CenterCropPad", 18, known=(1,))
+@op("CenterCropPad", 18, known=(1,))
 def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     """Run ONNX CenterCropPad: crop each of ``axes`` (all if absent) to its middle, or pad it with zeros on both sides,
     to the sizes in ``shape``."""
@@ -129,7 +126,7 @@ def center_crop_pad(node: Node, x: Tensor, shape: np.ndarray) -> Tensor:
     return F.pad(x, pairs) if any(pairs) else x
 
 
-@ROWS.add("Trilu", 14, known=(1,))
+@op("Trilu", 14, known=(1,))
 def trilu(node: Node, x: Tensor, k: Known = None) -> Tensor:
     """Run ONNX Trilu: keep the upper triangle of the last two axes from diagonal ``k`` (None: 0), or the lower up to
     it."""

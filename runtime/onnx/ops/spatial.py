@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, ints, known_ints, refuse, text
-
-ROWS = OpRows()
+from rematplan.runtime.onnx.ops.rows import integer, ints, known_ints, op, refuse, text
 
 # ONNX's names of the modes, older and newer, and torch's.
 SAMPLE_MODES = {
@@ -31,7 +29,7 @@ def _samples(node: Node) -> None:
             raise refuse(node, f"{name} {text(node, name, default)!r} is not supported")
 
 
-@ROWS.add("GridSample", 16, 20, 22, check=_samples)
+@op("GridSample", 16, 20, 22, check=_samples)
 def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
     """Run ONNX GridSample: interpolate ``x`` (N, C, …) at the positions ``grid`` (N, …, axes), scaled to [−1, 1]."""
     mode = SAMPLE_MODES[text(node, "mode", "linear")]
@@ -39,13 +37,13 @@ def grid_sample(node: Node, x: Tensor, grid: Tensor) -> Tensor:
     return F.grid_sample(x, grid, mode, text(node, "padding_mode", "zeros"), corners)
 
 
-@ROWS.add("AffineGrid", 20, known=(1,))
+@op("AffineGrid", 20, known=(1,))
 def affine_grid(node: Node, theta: Tensor, size: np.ndarray) -> Tensor:
     """Run ONNX AffineGrid on maps (N, 2, 3) or (N, 3, 4): images of a regular grid, (N, H, W, 2) or (N, D, H, W, 3)."""
     return F.affine_grid(theta, list(known_ints(size) or ()), bool(integer(node, "align_corners", 0)))
 
 
-@ROWS.add("RotaryEmbedding", 23)
+@op("RotaryEmbedding", 23)
 def rotary_embedding(
     node: Node, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None
 ) -> Tensor:
@@ -70,7 +68,7 @@ def rotary_embedding(
     return y.transpose(1, 2) if x.dim() == 4 else y.reshape(x.shape)
 
 
-@ROWS.add("Col2Im", 18, known=(1, 2))
+@op("Col2Im", 18, known=(1, 2))
 def col2im(node: Node, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tensor:
     """Run ONNX Col2Im: add up blocks (N, C · elements, blocks) at their places in an image (N, C, *image)."""
     sizes, kernel = known_ints(image) or (), known_ints(block) or ()

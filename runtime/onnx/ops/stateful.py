@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rematplan.ir.onnx.graph import Node
-from rematplan.runtime.onnx.ops.rows import OpRows, integer, number, refuse, text
-
-ROWS = OpRows()
+from rematplan.runtime.onnx.ops.rows import integer, number, op, refuse, text
 
 # For each update rule: whether the state decays; whether the value that the state predicts is subtracted from the
 # new value.
@@ -30,7 +28,7 @@ def _heads(node: Node, x: Tensor, heads: int) -> Tensor:
     return wide.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
-@ROWS.add("LinearAttention", 27)
+@op("LinearAttention", 27)
 def linear_attention(
     node: Node,
     query: Tensor,
@@ -77,7 +75,7 @@ def _stepped(state: Tensor, k: Tensor, v: Tensor, kept: Tensor | None, rate: Ten
     return state + k.unsqueeze(-1) * v.unsqueeze(-2)
 
 
-@ROWS.add("CausalConvWithState", 27)
+@op("CausalConvWithState", 27)
 def causal_conv(
     node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None, past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
