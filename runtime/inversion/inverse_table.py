@@ -37,8 +37,8 @@ STEEP = 4.0
 def undo(call: Call, facts: Facts) -> Found:
     """Yield the rules that recompute a call's arguments, and the arguments that are refused for a reason a user can
     change."""
-    packet = getattr(call.target, "overloadpacket", None)
-    for row in TABLE.get(packet, ()):
+    row = TABLE.get(getattr(call.target, "overloadpacket", None))
+    if row is not None:
         yield from row(call, facts)
 
 
@@ -316,40 +316,40 @@ def _norm(kernel: str, x: str = "input") -> Row:
     return row
 
 
-TABLE: Mapping[Any, tuple[Row, ...]] = {
-    aten.add: (_sum(+1),),
-    aten.sub: (_sum(-1),),
-    aten.rsub: (_reflected,),
-    aten.lerp: (_between,),
-    aten.addcmul: (_fused("addcmul", "tensor1", "tensor2"),),
-    aten.addcdiv: (_fused("addcdiv", "tensor1", "tensor2"),),
-    aten.addmm: (_fused("addmm", "mat1", "mat2"),),
-    aten.baddbmm: (_fused("baddbmm", "batch1", "batch2"),),
-    aten.neg: (_unary("negate", exact=True),),
-    aten.mul: (_product,),
-    aten.div: (_quotient,),
-    aten.exp: (_unary("log"),),
-    aten.log: (_unary("exp"),),
-    aten.leaky_relu: (_leaky_relu,),
-    aten.elu: (_elu,),
-    aten._prelu_kernel: (_prelu,),
-    aten._native_batch_norm_legit_functional: (_norm("batch_norm"),),
-    aten._native_batch_norm_legit: (_norm("batch_norm"),),
-    aten._native_batch_norm_legit_no_training: (_norm("batch_norm"),),
-    aten._batch_norm_with_update_functional: (_norm("batch_norm"),),
-    aten.cudnn_batch_norm: (_norm("batch_norm"),),
-    aten.native_layer_norm: (_norm("layer_norm"),),
-    aten.native_group_norm: (_norm("group_norm"),),
-    aten.clone: (copied,),
-    aten._to_copy: (copied,),
-    aten.cat: (concatenated,),
-    aten.stack: (stacked,),
-    aten.constant_pad_nd: (padded,),
-    aten.slice_scatter: (scattered,),
-    aten.index: (picked,),
-    aten.index_select: (picked,),
-    aten.roll: (rolled,),
-    aten.flip: (flipped,),
-    aten.pixel_shuffle: (shuffled,),
+TABLE: Mapping[Any, Row] = {
+    aten.add: _sum(+1),
+    aten.sub: _sum(-1),
+    aten.rsub: _reflected,
+    aten.lerp: _between,
+    aten.addcmul: _fused("addcmul", "tensor1", "tensor2"),
+    aten.addcdiv: _fused("addcdiv", "tensor1", "tensor2"),
+    aten.addmm: _fused("addmm", "mat1", "mat2"),
+    aten.baddbmm: _fused("baddbmm", "batch1", "batch2"),
+    aten.neg: _unary("negate", exact=True),
+    aten.mul: _product,
+    aten.div: _quotient,
+    aten.exp: _unary("log"),
+    aten.log: _unary("exp"),
+    aten.leaky_relu: _leaky_relu,
+    aten.elu: _elu,
+    aten._prelu_kernel: _prelu,
+    aten._native_batch_norm_legit_functional: _norm("batch_norm"),
+    aten._native_batch_norm_legit: _norm("batch_norm"),
+    aten._native_batch_norm_legit_no_training: _norm("batch_norm"),
+    aten._batch_norm_with_update_functional: _norm("batch_norm"),
+    aten.cudnn_batch_norm: _norm("batch_norm"),
+    aten.native_layer_norm: _norm("layer_norm"),
+    aten.native_group_norm: _norm("group_norm"),
+    aten.clone: copied,
+    aten._to_copy: copied,
+    aten.cat: concatenated,
+    aten.stack: stacked,
+    aten.constant_pad_nd: padded,
+    aten.slice_scatter: scattered,
+    aten.index: picked,
+    aten.index_select: picked,
+    aten.roll: rolled,
+    aten.flip: flipped,
+    aten.pixel_shuffle: shuffled,
 }
-"""By ATen op, the rows: functions that yield the rules by which arguments of its calls are recomputed."""
+"""By ATen op, a function that yields the rules by which arguments of its calls are recomputed."""
