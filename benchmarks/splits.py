@@ -32,7 +32,7 @@ SIZES = {"unet": Sizes(batch=4, image=512, classes=19)}
 def cells(step: CapturedStep, split: Splits, shares: list[float], strategy: Auto, costs: str) -> list[str]:
     """Return the time of the plan for each share, or why there is none."""
     whole = Planner(PlanOptions(budget="100%", costs=costs, refine=False))
-    base = no_recompute(whole.problem_at(step)[1]).estimate.cost
+    base = no_recompute(whole.inverting_problem(step)).estimate.cost
     found = []
     for share in shares:
         budget = f"{100 * share:g}% of activations"
@@ -66,9 +66,9 @@ def main() -> None:
         for split in ("off", *heads, "auto"):
             planner = Planner(PlanOptions(budget="least", costs=args.device_model, refine=False, split=split))
             if split == "auto":
-                least = split_floor(step, planner.problem_at(step)[1], regions).bytes
+                least = split_floor(step, planner.inverting_problem(step), regions).bytes
             else:
-                least = min_peak_bound(planner.problem_at(planner.rewritten(step).step)[1]).bytes
+                least = min_peak_bound(planner.inverting_problem(planner.rewritten(step).step)).bytes
             row = cells(step, split, args.shares, strategy, args.device_model)
             text = split if isinstance(split, str) else ", ".join(f"{n} in {k}" for n, k in split)
             print(f"| {name} | {text} | {show_bytes(least)} | {' | '.join(row)} |", flush=True)

@@ -120,7 +120,7 @@ class SizeSearch:
                 reserved = optimizer_bytes(made, self.asked)
             self._optimizers[size] = reserved.on(CUDA, {})
             options = PlanOptions(budget="100%", costs=self.asked.costs, reserved=reserved, refine=False)
-            self._captured[size] = graph = StepProblems(options, sized=self._sized).problem_at(step)[1]
+            self._captured[size] = graph = StepProblems(options, sized=self._sized).inverting_problem(step)
             self._autograd[graph.fingerprint] = PlainAutograd.of(step)
             self._captured = dict(sorted(self._captured.items()))
             self._spans = interpolations(self._without_optimizer())

@@ -175,7 +175,7 @@ class Planner(StepProblems):
         """Return trials of splits of ``step``, with eager kernels, within the budget. A percentage refers to ``step``
         without splits."""
         if not self.options.several:
-            return trials_of_step(self, self.limit(self.problem_at(step)[1]))
+            return trials_of_step(self, self.limit(self.inverting_problem(step)))
         most = budget_in_flight(self._stage(step)[1], self.options)
         short = replace(self.options, strategy=strategy_of_trials(self.options))
 

@@ -269,7 +269,7 @@ def trials_of_step(problems: StepProblems, budget: Budget) -> SplitTrials:
     amount, auto = budget.fixed, strategy_of_trials(problems.options)
 
     def trial(step: CapturedStep) -> SplitTrial:
-        graph = problems.problem_at(step)[1]
+        graph = problems.inverting_problem(step)
 
         def overhead() -> float:
             assert amount is not None
@@ -348,7 +348,7 @@ def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBu
 def _with_any_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
     """Return the refusal ``error`` of chosen splits with the floor of any splits. The refusal is called proven if the
     budget is below that floor, and only then."""
-    floor = split_floor(step, problems.problem_at(step)[1], splittable(step, find_regions(step)))
+    floor = split_floor(step, problems.inverting_problem(step), splittable(step, find_regions(step)))
     if error.budget < floor.bytes:
         return replace(error, known="proven", floor=floor_text(floor))
     return replace(

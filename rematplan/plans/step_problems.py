@@ -86,10 +86,9 @@ class StepProblems:
         graph = with_optimizer_step(step, graph, others.stepping)
         return holding(graph, {**self.held, RESERVED: others.always})
 
-    def problem_at(self, step: CapturedStep) -> tuple[CapturedStep, TrainingGraph]:
-        """Add inverses to a captured step, and return the step and its planning problem."""
-        step = self.with_inverses(step)
-        return step, self.problem(step)
+    def inverting_problem(self, step: CapturedStep) -> TrainingGraph:
+        """Return the planning problem of a captured step to which inverses are added."""
+        return self.problem(self.with_inverses(step))
 
     def loss(self, step: CapturedStep, graph: TrainingGraph) -> LossMemory:
         """Return the memory of a loss outside of the model: what the user states, otherwise a default amount."""

@@ -48,7 +48,7 @@ def test_no_schedule_of_any_splits_is_cheaper(squared: bool, share: float) -> No
     planner = Planner(options, dict(model.named_parameters()))
     regions = splittable(step, find_regions(step))
     forms = [with_sums_in_place(split_regions(step, dict.fromkeys(regions, k))) for k in (2, 4)]
-    graphs = [planner.problem_at(one)[1] for one in (step, *forms)]
+    graphs = [planner.inverting_problem(one) for one in (step, *forms)]
     budget = int(share * no_recompute(graphs[0]).peak)
     found = [exhaustive(graph, budget, MOST_STATES) for graph in graphs]
     best = min(one.cost if one else math.inf for one in found)

@@ -39,10 +39,10 @@ def test_no_splits_are_below_the_bound_of_all(name: str) -> None:
     module, batch = MODELS[name]()
     step, regions = captured(module, batch)
     problems = StepProblems(PlanOptions(budget="min", costs="roofline"), dict(module.named_parameters()))
-    whole = problems.problem_at(step)[1]
+    whole = problems.inverting_problem(step)
     floor = split_floor(step, whole, regions)
     assert 0 < floor.bytes <= min_peak_bound(whole).bytes
     choices = [dict.fromkeys(regions, k) for k in (2, 16)] + [{regions[0]: 16}]
     for parts in choices:
-        graph = problems.problem_at(with_sums_in_place(split_regions(step, parts)))[1]
+        graph = problems.inverting_problem(with_sums_in_place(split_regions(step, parts)))
         assert floor.bytes <= min_peak_bound(graph).bytes
