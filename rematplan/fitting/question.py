@@ -18,7 +18,7 @@ from rematplan.plans.budgets import parse_budget
 from rematplan.plans.held_by_others import OtherBytes, Reserved
 from rematplan.plans.op_costs import known_costs
 from rematplan.plans.options import stated_strategy
-from rematplan.runtime.capture.accelerator_autocast import mixed_precision
+from rematplan.runtime.capture.accelerator_autocast import MixedPrecision
 from rematplan.runtime.capture.fake_weights import CPU, empty
 from rematplan.runtime.capture.with_loss import with_loss
 from rematplan.runtime.costs.device_models import DeviceModel
@@ -157,7 +157,7 @@ def typed(made: WithoutData, asked: Question) -> WithoutData:
         return made
     dtype = DTYPES[asked.dtype]
     if dtype is None:
-        return replace(made, module=mixed_precision(made.module, asked.accelerator))
+        return replace(made, module=MixedPrecision(made.module, asked.accelerator))
     empty(made.module, made.mode, dtype=dtype)
     with made.mode:
         batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in made.batch)

@@ -41,15 +41,15 @@ def prove_ranges(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> tuple[RangePlan, ...]:
-    """Find plans for the sizes in a user's ranges, and return where they fit. Empty without ranges, with several calls
-    in flight, reserved gradients, rounding, a saved plan, ``min`` or ``least``. If no known plan fits at some size,
-    raises `UnfitSizes`, or warns if ``on_infeasible`` is ``least`` or ``eager``. Warns of what is not proven."""
-    options, found = planner.options, list[RangePlan]()
+) -> None:
+    """Find plans for the sizes in a user's ranges; not with several calls in flight, reserved gradients, rounding, a
+    saved plan, ``min`` or ``least``. If no known plan fits at some size, raises `UnfitSizes`, or warns if
+    ``on_infeasible`` is ``least`` or ``eager``. Warns of what is not proven."""
+    options, refusals = planner.options, list[str]()
     if options.several or options.reserved.gradients or options.rounds or options.saved is not None:
-        return ()  # the problems of a proof have neither splits nor fused kernels
+        return  # the problems of a proof have neither splits nor fused kernels
     if options.stated_budget().is_lean:
-        return ()
+        return
     # The other dimensions have fixed sizes. Sizes below 2 have other ops and are not checked.
     for axis, fixed in _lines({axis: shapes.usual(axis) for axis in shapes.axes}):
         made = set[int]()
@@ -64,7 +64,7 @@ def prove_ranges(
 
         name, sizes = _named(axis, fixed), shapes.usual(axis)
         try:
-            found.append(prove_step(planner, name, sizes, step_at))
+            refusals.append(prove_step(planner, name, sizes, step_at).refusal)
         except _TooMany:
             warn(
                 f"dynamic_shapes: whether a plan fits at every size of {_named(axis, fixed)} from {sizes[0]} to "
@@ -72,11 +72,10 @@ def prove_ranges(
                 f"largest size first"
             )
             break  # the same holds for other sizes of the other dimensions
-    for refusal in filter(None, (one.refusal for one in found)):
+    for refusal in filter(None, refusals):
         if options.on_infeasible in (None, RAISE):
             raise UnfitSizes(refusal)
         warn(refusal)
-    return tuple(found)
 
 
 def _lines(usual: Mapping[Axis, range]) -> list[tuple[Axis, AxisNumbers]]:

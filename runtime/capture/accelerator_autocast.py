@@ -25,18 +25,16 @@ inputs. Source: aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32
 FLOAT32 = frozenset(NAMES.split())
 
 
-def mixed_precision(module: nn.Module, accelerator: bool) -> nn.Module:
-    """Return a module that runs ``module`` in bfloat16 autocast of the CPU. ``accelerator``: whether the functions in
-    `FLOAT32` compute in float32, as on CUDA."""
-    return _Mixed(module, accelerator)
+class MixedPrecision(nn.Module):
+    """Runs ``module`` in bfloat16 autocast of the CPU. ``accelerator``: whether the functions in `FLOAT32` compute in
+    float32, as on CUDA."""
 
-
-class _Mixed(nn.Module):
     def __init__(self, module: nn.Module, accelerator: bool) -> None:
         super().__init__()
         self.module, self.accelerator = module, accelerator
 
     def forward(self, *batch: torch.Tensor) -> Any:
+        """Call the module."""
         with torch.autocast("cpu", torch.bfloat16), _InFloat32() if self.accelerator else nullcontext():
             return self.module(*batch)
 
