@@ -56,7 +56,7 @@ class _Comparison:
         changed = replace(a, indexed=b.indexed, name=b.name, args=args, kwargs=kwargs, results=b.results)
         self._names[a.name] = b.name
         results = (
-            _both(x, y) and (x is None or self._value(x, str(y)))
+            (x is y) if x is None or y is None else self._value(x, y)
             for x, y in zip(a.results, b.results, strict=True)
         )
         return _exactly(changed) == _exactly(replace(b, kwargs=dict(b.kwargs))) and all(results)
@@ -78,10 +78,6 @@ class _Comparison:
             if other is None or not (other is constant or torch.equal(other, constant)):
                 return False
         return True
-
-
-def _both(a: str | None, b: str | None) -> bool:
-    return (a is None) == (b is None)
 
 
 def _exactly(call: Call) -> Any:

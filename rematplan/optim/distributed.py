@@ -216,13 +216,8 @@ class Ranks(Exchange):
         """Concatenate tensors into one vector, in the data type of the Kronecker factors and on the device of the
         weights."""
         device = next(iter(self._layers.values())).weight.device
-        return torch.cat(
-            [torch.empty(0, dtype=self._dtype, device=device), *(_vector(t).to(self._dtype) for t in tensors)]
-        )
-
-
-def _vector(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
+        nothing = torch.empty(0, dtype=self._dtype, device=device)  # there may be no tensors
+        return torch.cat([nothing, *(t.reshape(-1).to(self._dtype) for t in tensors)])
 
 
 def _split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

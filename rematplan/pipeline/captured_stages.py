@@ -92,7 +92,7 @@ def captured_stage(
     stage: StageModule, planner: Planner, template: StagePlan, place: StagePlace, loss: LossMemory | None
 ) -> CapturedStage:
     """Capture a pipeline stage, and return it with its planning problem, without splits."""
-    capture, captured = _captured(stage)
+    capture, captured = capture_call(stage.module, *stage_arguments(stage))
     original = with_own_outputs(captured, leaves=True)
     step, problem = _problem(planner, original, template, place, loss)
     return CapturedStage(
@@ -150,11 +150,7 @@ def _tangents_held(step: CapturedStep, problem: StageProblem, schedule: Schedule
 
 def captured_step(stage: StageModule) -> CapturedStep:
     """Capture the forward and backward of a pipeline stage for one micro-batch as ATen calls. No inverses are added."""
-    return _captured(stage)[1]
-
-
-def _captured(stage: StageModule) -> tuple[ReadyCapture, CapturedStep]:
-    return capture_call(stage.module, *stage_arguments(stage))
+    return capture_call(stage.module, *stage_arguments(stage))[1]
 
 
 def stage_arguments(stage: StageModule) -> tuple[tuple[Any, ...], dict[str, Any]]:

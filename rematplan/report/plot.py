@@ -113,7 +113,10 @@ class _Picture:
         self.right = base.estimate.peak / self.scale
         self.plans = [p for plans in curves.values() for p in plans]
         drawn = {name: plans for name, plans in curves.items() if plans and name != base.strategy}
-        self.curves = {name: self._points(plans) for name, plans in drawn.items()}
+        self.curves = {
+            name: sorted((p.estimate.peak / self.scale, 100 * p.estimate.overhead) for p in plans)
+            for name, plans in drawn.items()
+        }
         unreachable = [budget for budget, floor in floors.overheads if math.isinf(floor)]
         self.left = max([floors.peak, *unreachable]) / self.scale
         self.floor = _proven(floors, self.plans, self.scale)
@@ -121,9 +124,6 @@ class _Picture:
             [y for points in self.curves.values() for _, y in points] + self._measured_tops(), default=1.0
         )
         self.bottom = min([-0.02 * self.cut, *(100 * m.least - 1 for m in measured)])
-
-    def _points(self, plans: Sequence[Plan]) -> list[tuple[float, float]]:
-        return sorted((p.estimate.peak / self.scale, 100 * p.estimate.overhead) for p in plans)
 
     def _measured_tops(self) -> list[float]:
         return [100 * m.largest for m in self.measured]

@@ -101,9 +101,9 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
         if (
             value.storage in used
             or not is_whole(value)
-            # Autograd would copy such a gradient itself, beyond the planned memory, and cannot add to an
-            # expanded one.
-            or (of is not None and not _has_layout_of(value.fake, of))
+            # Autograd would copy such a gradient itself (``AccumulateGrad``'s layout contract), beyond the planned
+            # memory, and cannot add to an expanded one.
+            or (of is not None and not has_strides(value.fake, _dense_strides(of)))
         ):
             name = free_name(re.sub(r"\W", "_", f"own_{output.kind}_{output.target}"), values)
             calls, made = _copy(value, name, of, "gradient" in output.kind)
@@ -116,12 +116,6 @@ def with_own_outputs(step: CapturedStep, leaves: bool = False) -> CapturedStep:
     for call in step.calls:
         calls += [call, *copies.get(call.name, [])]
     return replace(step, calls=tuple(calls), values=values, outputs=tuple(outputs))
-
-
-def _has_layout_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether autograd stores ``gradient`` as the ``.grad`` of ``parameter`` without a copy, by
-    ``AccumulateGrad``'s layout contract."""
-    return has_strides(gradient, _dense_strides(parameter))
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
