@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Value
 
 
 def names_of(step: CapturedStep, other: CapturedStep) -> Mapping[str, str] | None:
@@ -52,8 +52,8 @@ class _Comparison:
         if len(a.results) != len(b.results):
             return False
         known = self._names
-        args, kwargs = substitute((a.args, dict(a.kwargs)), lambda name: Ref(known.get(name, "")))
-        changed = replace(a, indexed=b.indexed, name=b.name, args=args, kwargs=kwargs, results=b.results)
+        named = a.reading(lambda name: known.get(name, ""))
+        changed = replace(named, indexed=b.indexed, name=b.name, results=b.results)
         self._names[a.name] = b.name
         results = (
             (x is y) if x is None or y is None else self._value(x, y)

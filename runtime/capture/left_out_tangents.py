@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rematplan.runtime.capture.output_storages import is_whole, with_own_outputs
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Value, single_call
 from rematplan.runtime.graph.losses_among_outputs import in_own_losses
 from rematplan.runtime.graph.passes import with_phases, without_dead_calls
 from rematplan.runtime.graph.storage_slices import is_plain
@@ -91,8 +91,7 @@ class _Reduced:
             for name in dict.fromkeys(call.operands):
                 if name in self.zeros.values:
                     yield self._zeros(name, f"{name}_zeros_for_{call.name}")
-            args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(self._now(name, call)))
-            yield replace(call, args=args, kwargs=kwargs)
+            yield call.reading(lambda name: self._now(name, call))
 
     def _now(self, value: str, reader: Call) -> str:
         """Return what ``reader`` reads now instead of ``value``: zeros for it, a sum's other summand, or ``value``."""

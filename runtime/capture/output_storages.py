@@ -19,7 +19,6 @@ from rematplan.runtime.graph.captured_step import (
     free_name,
     refs,
     single_call,
-    substitute,
 )
 from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.graph.storage_slices import has_strides, is_dense
@@ -53,14 +52,7 @@ def without_saved_copies(step: CapturedStep) -> CapturedStep:
     """Return the step in which the backward reads the sources of copies that autograd made because an op overwrites the
     sources (``SiLU`` in place). In a captured step, ops do not overwrite what others read."""
     source_of = dict(_saved_copies(step))
-
-    def source(name: str) -> Ref:
-        return Ref(source_of.get(name, name))
-
-    calls = (
-        replace(call, args=substitute(call.args, source), kwargs=substitute(call.kwargs, source))
-        for call in step.calls
-    )
+    calls = (call.reading(lambda name: source_of.get(name, name)) for call in step.calls)
     return replace(step, calls=tuple(calls)) if source_of else step
 
 

@@ -6,7 +6,7 @@ import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.capture.patches.autocast_cache import AUTOCAST_KEYS
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep
 from rematplan.runtime.graph.compat import OpOverload
 
 
@@ -42,9 +42,7 @@ class BackwardAutocast:
             return False
         if not call.target.has_kernel_for_dispatch_key(AUTOCAST_KEYS[self.step.device.type]):
             return False
-        args, kwargs = substitute((call.args, call.kwargs), lambda value: self.step.values[value].fake)
-        results = call.target(*args, **kwargs)
-        made = results if isinstance(results, tuple | list) else (results,)
+        made = call.run(lambda value: self.step.values[value].fake)
         return any(
             name and one.dtype != self.step.values[name].fake.dtype
             for name, one in zip(call.results, made, strict=False)

@@ -15,7 +15,7 @@ import torch
 
 from rematplan.runtime.capture.patches.fake_layouts import TrueLayouts
 from rematplan.runtime.fuse.fusible_ops import packet
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, single_call
 from rematplan.runtime.graph.in_place_calls import as_run
 from rematplan.runtime.graph.pointwise_ops import is_pointwise
 from rematplan.runtime.graph.storage_slices import has_strides, is_plain
@@ -193,9 +193,8 @@ class _InChannelsLast:
             self.values |= {name: self.captured.values[name] for name in call.made}
             self.calls.append(call)
             return True
-        args, kwargs = substitute((call.args, dict(call.kwargs)), lambda name: Ref(names[name]))
         try:
-            self._run(replace(call, args=args, kwargs=kwargs))
+            self._run(call.reading(names.__getitem__))
         except (RuntimeError, ValueError):  # this layout has no such view
             return False
         return True

@@ -4,7 +4,7 @@ may share a storage."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -136,6 +136,11 @@ class Call:
         args, kwargs = substitute((self.args, self.kwargs), value_of)
         found = self.target(*args, **kwargs)
         return (found,) if self.single else tuple(found)
+
+    def reading(self, instead: Callable[[str], str]) -> Call:
+        """Return the call on the tensors whose names ``instead`` returns for the names of its operands."""
+        args, kwargs = substitute((self.args, self.kwargs), lambda name: Ref(instead(name)))
+        return replace(self, args=args, kwargs=kwargs)
 
 
 def free_name(name: str, *taken: Container[str]) -> str:

@@ -19,7 +19,6 @@ from rematplan.runtime.graph.captured_step import (
     Value,
     free_name,
     single_call,
-    substitute,
 )
 from rematplan.runtime.graph.constant_values import KnownValues
 from rematplan.runtime.graph.index_to_slice import Slice, picked_slice
@@ -53,7 +52,7 @@ class _Rewriter:
         step = self.step
         self.values = dict(step.values)
         for call in step.calls:
-            call = replace(call, args=self._now(call.args), kwargs=self._now(call.kwargs))
+            call = call.reading(lambda name: self.same.get(name, name))
             for name in filter(None, call.results):
                 old = self.values[name]
                 self.values[name] = replace(old, storage=self.storage.get(old.storage, old.storage))
@@ -63,9 +62,6 @@ class _Rewriter:
         if not self.same and not self.storage and self.calls == list(step.calls):
             return step
         return without_dead_calls(with_phases(replace(step, calls=tuple(self.calls), values=self.values)))
-
-    def _now(self, args: Any) -> Any:
-        return substitute(args, lambda name: Ref(self.same.get(name, name)))
 
     def append(self, call: Call) -> None:
         self.calls.append(call)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, Value, substitute
+from rematplan.runtime.graph.captured_step import Call, CapturedStep, Value
 from rematplan.runtime.symbols.expressions import NotSymbolic
 
 SLICE = torch.ops.aten.slice.Tensor
@@ -30,13 +30,10 @@ def without_full_slices(step: CapturedStep) -> CapturedStep:
     if not gone:
         return step
 
-    def renamed(call: Call) -> Call:
-        args, kwargs = substitute((call.args, call.kwargs), lambda name: Ref(names.get(name, name)))
-        return replace(call, args=args, kwargs=kwargs)
-
+    kept = (call for call in step.calls if call.name not in gone)
     return replace(
         step,
-        calls=tuple(renamed(call) for call in step.calls if call.name not in gone),
+        calls=tuple(call.reading(lambda name: names.get(name, name)) for call in kept),
         outputs=tuple(replace(o, value=names.get(o.value, o.value)) for o in step.outputs),
         values={
             name: replace(v, storage=storages.get(v.storage, v.storage))

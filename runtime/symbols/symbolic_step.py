@@ -12,12 +12,10 @@ import torch
 from rematplan.runtime.graph.captured_step import (
     Call,
     CapturedStep,
-    Ref,
     StepInput,
     StepOutput,
     Value,
     free_name,
-    substitute,
 )
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
 from rematplan.runtime.graph.tracked_sizes import OpenSizes, TrackedSize, track
@@ -179,9 +177,8 @@ class OpenStep:
         new |= {v.storage: new.get(v.storage, v.storage) for v in self.values.values()}
 
         def call(one: Call) -> Call:
-            args, kwargs = substitute((one.args, one.kwargs), lambda name: Ref(new[name]))
             results = tuple(None if r is None else new[r] for r in one.results)
-            return replace(one, name=new[one.name], args=args, kwargs=kwargs, results=results)
+            return replace(one.reading(new.__getitem__), name=new[one.name], results=results)
 
         return replace(
             self,
