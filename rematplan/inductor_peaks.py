@@ -47,7 +47,7 @@ class CodePeaks:
     def __init__(self) -> None:
         self.forward = self.backward = 0
         self.workspaces: Mapping[LibraryCall, int] = {}
-        """Temporary bytes of library calls."""
+        """The temporary bytes of library calls."""
 
     @contextmanager
     def counting(self) -> Iterator[None]:

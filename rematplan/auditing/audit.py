@@ -36,7 +36,7 @@ class Audit:
     recomputed: int
     """The number of ops that ran again in the backward."""
     plain: Measured
-    """Peak and time without checkpointing."""
+    """The peak and the time without checkpointing."""
     own: Measured | None
     """Peak and time with the model's own checkpointing; None if it raises an error."""
     planned: Measured | None

@@ -44,7 +44,7 @@ class Fit:
     margin: dict[str, int]
     """The margin's parts by where they come from, ``without`` recomputation."""
     largest: LargestSizes | None
-    """None if it was not asked for, or if the model failed at another size."""
+    """The largest sizes that fit; None if they were not asked for, or if the model failed at another size."""
     notes: tuple[str, ...]
 
     @property

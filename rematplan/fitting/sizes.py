@@ -79,7 +79,7 @@ class LargestSizes:
     """The largest sizes that fit. None: not even the smallest one fits."""
 
     without: AtSize | None
-    """Without recomputation."""
+    """The largest size that fits without recomputation."""
     planned: AtSize | None
     """With the plans that were found."""
     impossible: int | None

@@ -18,7 +18,7 @@ class SideReport:
     size: int
     """The number of rows."""
     rank: int
-    """Eigenvalues above the damping."""
+    """The number of eigenvalues above the damping."""
     kind: str
     """The form of its inverse, such as ``dense``; empty before the first inversion."""
 

@@ -80,7 +80,7 @@ class _Bytes:
     reducing: int = 0
     """What the reduction needs in addition when the whole gradients are freed."""
     shard: int = 0
-    """This rank's gradients."""
+    """The bytes of this rank's gradients."""
     kept: int = 0
     """What remains of the gathered weights between forward and backward."""
 

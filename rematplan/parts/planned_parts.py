@@ -57,7 +57,7 @@ class Division:
         """Make a runner for each part within its share of ``plan``; equal modules share their captures."""
         self.plan = plan
         self.runners: dict[str, Runner] = {}
-        """By the name of a part."""
+        """The runners, by the names of their parts."""
         calls: dict[str, dict[EqualParts, None]] = {}
         for name, group in plan.rehearsed.calls:
             calls.setdefault(name, {})[group] = None

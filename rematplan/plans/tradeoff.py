@@ -30,7 +30,7 @@ class Row:
     strategy: str
     """The strategy's name."""
     plan: Plan | None
-    """None if no plan fits."""
+    """The plan; None if none fits."""
     smallest: int
     """The smallest peak of all plans of the strategy, in bytes."""
     best: bool = False

@@ -35,7 +35,7 @@ class MeasuredPoint:
     recomputation, − 1."""
 
     peak: int
-    """Bytes."""
+    """The measured peak in bytes."""
     least: float
     """The least overhead of all rounds."""
     overhead: float

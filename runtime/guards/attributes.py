@@ -61,7 +61,7 @@ class Reads:
         self.fresh: set[tuple[Owner, str]] = set()
         """Attributes that were set before they were read: the forward produces them and does not depend on them."""
         self.holders: dict[Owner, Any] = {}
-        """All modules and records."""
+        """All modules and records by position."""
         self.inherited: dict[Owner, dict[str, None]] = {}
         """By holder, the names that were found in its class or nowhere, but not in its ``__dict__``."""
         self.classes: dict[type, dict[str, Any]] = {}

@@ -22,8 +22,8 @@ class Namespace:
     owner: Owner | None = None
     """The module or record whose attributes they are; None for others."""
     uses: Callable[[str], Collection[str]] | None = None
-    """Returns the uses of a name in all functions' bytecode. None if accesses are recorded while the forward runs, or
-    if code reaches the values by other names."""
+    """A function that returns the uses of a name in all functions' bytecode. None if accesses are recorded while the
+    forward runs, or if code reaches the values by other names."""
     key: int = 0
     """The id of the namespace."""
     left_out: frozenset[str] | set[str] = frozenset()

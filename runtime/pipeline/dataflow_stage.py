@@ -155,9 +155,10 @@ class StageHooks:
     key: tuple[int, int, int]
     """The pipeline's seed and the numbers of step and micro-batch, from which random calls are seeded."""
     send: Callable[[Sequence[torch.Tensor]], None]
-    """Called with the stage's outputs."""
+    """The function that is called with the stage's outputs."""
     returns: Callable[[Sequence[torch.Tensor | None]], None]
-    """Called with the recomputed inputs, then the gradient of each input that requires one, or None if not computed."""
+    """The function that is called with the recomputed inputs, then the gradient of each input that requires one, or
+    None if not computed."""
     drift: Drift | None = None
     """Compares recomputed tensors with the original ones; None: they are not compared."""
 

@@ -35,7 +35,7 @@ class CallEmitter:
         self.calls: list[Call] = []
         self.region = region
         self.copies: dict[str, str] = {}
-        """By value, its contiguous copy."""
+        """The contiguous copies, by the values that they are copies of."""
 
     def plain(
         self,

@@ -50,10 +50,10 @@ class Patches:
     channels: int
     """The channels of all groups."""
     groups: int
-    """The groups of the convolution; ``kernel``, ``stride`` and ``dilation`` are its own, too."""
+    """The groups of the convolution; ``kernel`` and ``dilation`` are its own, too."""
     kernel: Dims
     stride: Dims
-    """Ones for a transposed convolution."""
+    """The stride of the windows; ones for a transposed convolution."""
     dilation: Dims
     padding: tuple[tuple[int, int], ...]
     """The zeros before and after the entries of each spatial dimension; negative to crop."""
