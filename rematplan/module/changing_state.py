@@ -15,6 +15,7 @@ from rematplan.runtime.graph.compat import disable_current_modes
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.snapshots import UNSET, kept, same
+from rematplan.runtime.guards.state_changes import Changes
 
 _ABSENT = ("absent",)
 STATE = "rematplan_state"
@@ -39,6 +40,7 @@ def check_state_returns(
     name: str,
     model: nn.Module,
     state: PythonState,
+    changes: Changes,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -48,7 +50,7 @@ def check_state_returns(
     `MOST_STATES` calls in eager mode. Raise `MovingTensors` if the forward only replaces tensors, else `ModelError`.
     State that is set once, like a table, passes if ``again`` can trace a second call. All state is restored."""
     place_of = partial(_place_of, state, [part for part, _ in model.named_modules()])
-    read = sorted(one for one in state.moving if place_of(*one) not in kwargs.get(STATE, ()))
+    read = sorted(one for one in changes.moving if place_of(*one) not in kwargs.get(STATE, ()))
 
     def check_next_call() -> None:
         try:
@@ -60,7 +62,7 @@ def check_state_returns(
             state.restore()
 
     if not read:
-        if state.filled:
+        if changes.filled:
             check_next_call()
         return
     seen, replaced = [_values(state, read)], set[tuple[int, str]]()

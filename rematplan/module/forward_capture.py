@@ -151,10 +151,13 @@ class Tracing:
                 step = self._captured(flat, record)
 
         forward = self.original.forward
-        check_state_returns(self.name, self.model, record.state, forward, args, kwargs, self.fixed)
+        check_state_returns(
+            self.name, self.model, record.state, flat.found, forward, args, kwargs, self.fixed
+        )
         self._warn_of_lost(flat)
         step = replace(step, attributes=flat.attributes)
-        return Found(step, flat.outputs, self._withheld(flat.constants), record.guard(self.name), flat.count)
+        guard = record.guard(self.name, flat.found)
+        return Found(step, flat.outputs, self._withheld(flat.constants), guard, flat.count)
 
     def _captured(self, flat: FlatModel, record: Any) -> CapturedStep:
         """Capture the step. `NoGradients` if no output has a gradient, but `ModelError` if one may have: the forward
@@ -183,10 +186,10 @@ class Tracing:
             )
         table = traced.table
         assert table
-        if record.state.moving:
+        if flat.found.moving:
             raise NotSymbolic("its forward changes Python state with which it computes")
         constants = open_constants(self._withheld(flat.constants), table)
-        guard = record.guard(self.name).mapped(
+        guard = record.guard(self.name, flat.found).mapped(
             lambda given: opened(given, lambda size: table.add(symbols.without_counts(size)))
         )
         step = OpenStep.of(traced.step, symbols, table)

@@ -25,6 +25,7 @@ from rematplan.runtime.guards.module_tensors import ModuleTensors
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import check_uncounted
 from rematplan.runtime.guards.repeated_writes import Write
+from rematplan.runtime.guards.state_changes import Changes, find_changes
 
 
 def check_module(model: object) -> None:
@@ -163,6 +164,8 @@ class FlatModel(nn.Module):
         self.attributes: frozenset[str] = frozenset()
         #: What the forward changes and a planned call does not: tensors that are not found, and `requires_grad`.
         self.lost: tuple[str, ...] = ()
+        #: The names that the last run of the forward changed in the Python state.
+        self.found = Changes()
         #: The model's tensors before the last run of its forward.
         self.tensors_of: ModuleTensors
 
@@ -175,10 +178,11 @@ class FlatModel(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         self.tensors_of = tensors_of = ModuleTensors(self.model)
         constant = [(at, leaf) for at, leaf in enumerate(tensors) if not leaf.requires_grad]
-        self._state.begin()
+        self._state.begin(self.found.numbers)
         results = self._called(args, kwargs)
         renewed = tensors_of.changes()
-        changes = [*self._state.changes(), *renewed]
+        changes, self.found = find_changes(self._state)
+        changes += renewed
         check_uncounted((results, [value for write, value in changes if write.how != "number"]))
         open_classes((results, [value for _, value in changes]))
         known = self._known(leaves, renewed)

@@ -23,6 +23,7 @@ from rematplan.runtime.guards.guard import Guard
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.read_numbers import NUMBERS, check_none_left
 from rematplan.runtime.guards.snapshots import parts_of
+from rematplan.runtime.guards.state_changes import Changes
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Record:
     values: ValueGuardRecorder
     """The decisions that depend on values of inputs and buffers."""
     state: PythonState
-    """The Python state before the forward, and the changes that the forward makes in it."""
+    """The Python state before the forward, and how its last run uses it."""
 
     @property
     def generators(self) -> Collection[Any]:
@@ -49,18 +50,17 @@ class Record:
         PyTorch's default generator."""
         return self.global_reads.names
 
-    def guard(self, model: str) -> Guard:
+    def guard(self, model: str, changes: Changes) -> Guard:
         """Return the check that all on which the traced graph depends is unchanged; nothing can be recorded afterwards.
         Warn of values outside of the modules that the forward of ``model`` changed and a planned call would not. Raises
         `ModelError` if the forward left a number of a tensor where no planned call stores it."""
-        state = self.state
-        state.counted.clear()
+        self.state.counted.clear()
         check_none_left()
         found = (
-            *self.reads.found_in_places(*state.of_holders()),
-            *self.global_reads.found_in_places(model, *state.of_shelves()),
+            *self.reads.found_in_places(*changes.of_holders()),
+            *self.global_reads.found_in_places(model, *changes.of_shelves()),
         )
-        return Guard(found, self.reads.shared(), self.values.guard(), state.conditions)
+        return Guard(found, self.reads.shared(), self.values.guard(), changes.conditions)
 
 
 @contextmanager
