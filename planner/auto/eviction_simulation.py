@@ -15,7 +15,7 @@ import numpy as np
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.arrays.csr import compressed_rows
-from rematplan.planner.arrays.precedence import needed_ops
+from rematplan.planner.arrays.precedence import needed_ops, working_sets
 from rematplan.planner.auto.eviction_kernel import (
     LEFT,
     RAN,
@@ -91,7 +91,8 @@ def _build(graph: TrainingGraph, passes: int) -> EvictionTables:
     reads = tuple(tuple(number[t] for t in op.reads if t not in inputs) for op in ops)
     made = [k for k, t in enumerate(written) if t in outputs]
     sizes = [graph.size[t] for t in written]
-    found = passes_of(ops, reads, sizes, made)
+    own = {op.name: bytes_ for op, bytes_ in zip(graph.ops, working_sets(graph), strict=True)}
+    found = passes_of(ops, reads, [own[op.name] for op in ops], sizes, made)
     fixed = {o for o, op in enumerate(ops) if not op.writes or op.name in graph.ordered}
     places, starts, held = (
         list[int](),

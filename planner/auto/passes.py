@@ -28,13 +28,18 @@ class Passes(NamedTuple):
 
 
 def passes_of(
-    ops: Sequence[Op], reads: Sequence[Sequence[int]], sizes: Sequence[int], outputs: Sequence[int]
+    ops: Sequence[Op],
+    reads: Sequence[Sequence[int]],
+    work: Sequence[int],
+    sizes: Sequence[int],
+    outputs: Sequence[int],
 ) -> list[Passes]:
     """Return, for each number of passes from 1 on, the division of ``outputs`` with the least peak. The list ends with
     `MOST_PASSES` passes, or before a number that lowers the peak no further. Tensors are numbers in the order in which
-    they are written. ``reads``: tensors by op. ``sizes``: bytes by tensor. ``outputs``: ascending."""
+    they are written. ``reads``: tensors by op. ``work``: working sets by op, in bytes. ``sizes``: bytes by tensor.
+    ``outputs``: ascending."""
     maker = [o for o, op in enumerate(ops) for _ in op.writes]
-    held = _working_sets(ops, reads, maker, sizes) + _backward_between(ops, reads, maker, sizes, outputs)
+    held = np.array(work, np.int64) + _backward_between(ops, reads, maker, sizes, outputs)
     grown = np.cumsum([0, *(sizes[k] for k in outputs)], dtype=np.int64)
     places = [maker[k] for k in outputs]
     before = grown[np.searchsorted(np.array(places, np.int64), np.arange(len(ops)))]
@@ -66,15 +71,6 @@ def passes_of(
         pairs = list(zip((0, *stops), stops, strict=False))
         found.append(Passes(least, tuple(tuple(outputs[a:b]) for a, b in reversed(pairs))))
     return found or [Passes(int(held.max(initial=0)), (tuple(outputs),))]
-
-
-def _working_sets(
-    ops: Sequence[Op], reads: Sequence[Sequence[int]], maker: Sequence[int], sizes: Sequence[int]
-) -> Ints:
-    read = [op.workspace + sum(sizes[k] for k in row) for op, row in zip(ops, reads, strict=True)]
-    work = np.array(read, np.int64)
-    np.add.at(work, np.array(maker, np.int64), np.array(sizes, np.int64))
-    return work
 
 
 def _backward_between(

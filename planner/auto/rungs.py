@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rematplan.ir import TrainingGraph
 from rematplan.planner.annealing.annealing_search import Search
@@ -58,17 +58,13 @@ def rungs_above(
         part = effort.part(effort.left / (len(costly) - k))
         search = Search(graph, budget, *rules, _is_free)
         try:
-            search.run(_runs([fitting, above]), part)
+            search.run([runs_of(plan.schedule) for plan in (fitting, above) if plan is not None], part)
         except INTERRUPTS as interrupt:
             part.interrupt(interrupt)
         found += [plan for plan in (search.best, search.smallest) if plan is not None]
         if effort.interrupted:
             break
     return found
-
-
-def _runs(plans: Iterable[Plan | None]) -> list[list[str]]:
-    return [list(runs_of(plan.schedule)) for plan in plans if plan is not None]
 
 
 def _is_free(overhead: float) -> bool:

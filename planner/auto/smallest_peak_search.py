@@ -161,7 +161,7 @@ def find_smallest_peak(
             return min(carried, key=by_peak)
         aim = min_peak_bound(problem).bytes
         lowering = _Lowering(problem, part, aim, enough, rules)
-        return lowering.run([*known, *carried], partial(_report, progress))
+        return lowering.run([*known, *carried], lambda done, _: progress(done, "lowering the peak"))
 
     # With inverses, the problem is first searched without them, unless a start is as lean as the block plans.
     begun = any(p.estimate.peak <= lean for p in starts)
@@ -184,10 +184,6 @@ def _lean_starts(
     moves = max(PEAK_SEARCH.least_regression, int(PEAK_SEARCH.regression_moves * share))
     near = plan_near_least(infer_phases(graph), least, Effort(max(share, 1.0), moves, ended=whole.ended))
     return blocks if near is None else (*blocks, near)
-
-
-def _report(progress: Progress, done: float, _overhead: float | None) -> None:
-    progress(done, "lowering the peak")
 
 
 @dataclass

@@ -51,16 +51,12 @@ def time_floors(
     def floor(start: int, end: int, stage: int) -> float:
         key = (start, end, stage)
         if key not in known:
-            base = _between(chain.forward, start, end) + _between(chain.backward, start, end)
+            base = chain.forward[end] - chain.forward[start] + (chain.backward[end] - chain.backward[start])
             bytes_, in_flight = room(start, end, stage)
             known[key] = base + (0.0 if inverses else _extra(saved, start, end, bytes_ / max(1, in_flight)))
         return known[key]
 
     return floor
-
-
-def _between(sums: tuple[float, ...], start: int, end: int) -> float:
-    return sums[end] - sums[start]
 
 
 def _extra(saved: _Saved, start: int, end: int, kept: float) -> float:
