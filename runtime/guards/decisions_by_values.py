@@ -34,6 +34,7 @@ from rematplan.runtime.guards.value_guard import (
     Source,
     TensorNumber,
     ValueGuard,
+    each_once,
     executed,
     tensor_of,
     unchanged,
@@ -161,7 +162,7 @@ class OpTape:
                 drawing |= entry.draws is not None
         sources = tuple((place, of) for place, of in self.sources.items() if self.memory[place] in needed)
         written = frozenset(place for place, _ in sources if self.memory[place] in self.written)
-        return ValueGuard((*reversed(entries),), sources, written)
+        return ValueGuard(each_once(reversed(entries), self.written), sources, written)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute a call of a traced forward and return its result. If it is a number that the forward may decide by, a

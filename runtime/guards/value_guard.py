@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +136,24 @@ class ValueGuard:
         symbols by sizes."""
         entries = (replace(e, args=change(e.args), kwargs=change(e.kwargs)) for e in self.entries)
         return replace(self, entries=tuple(entries))
+
+
+def each_once(entries: Iterable[RecordedCall], written: Set[int]) -> tuple[RecordedCall, ...]:
+    """Return recorded calls without those that repeat an earlier one: the same function of the same arguments. Draws,
+    calls that return sizes, and calls on storages that a call writes to (``written``) are all kept."""
+    first: dict[Any, RecordedCall] = {}
+    same: dict[Any, Any] = {}  # the number of a repeated result → that of the first one
+
+    def renamed(at: TensorNumber) -> TensorNumber:
+        return TensorNumber(same.get(at.place, at.place))
+
+    for position, entry in enumerate(entries):
+        args, kwargs = pytree.tree_map_only(TensorNumber, renamed, (entry.args, entry.kwargs))
+        e = replace(entry, args=args, kwargs=kwargs)
+        alone = e.counts or e.draws is not None or not written.isdisjoint(e.reads | e.touches)
+        key = position if alone else (e.call, repr((args, kwargs, e.expected)))
+        same.update(zip(e.results, first.setdefault(key, e).results, strict=True))
+    return tuple(first.values())
 
 
 def unchanged(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.nn.utils import rnn
 
 import rematplan
 from rematplan.ir import ModelError
+from rematplan.module.plan_access import runner_of
 from rematplan.module.verification import same_bits
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -144,6 +145,14 @@ def listed_as_tensor(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     return (y[:3] * longest[:, None] * means.sum()).tanh() * both.cos().mean() + mixed.sum()
 
 
+def rewritten(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    """It reads the same number twice, and changes it in between."""
+    mask = mask.clone()
+    first = int(mask[0])
+    mask[0] += mask[1]
+    return y.tanh() * (first + int(mask[0]))
+
+
 def never_dropped(_: Deciding, y: Tensor, mask: Tensor) -> Tensor:
     """As layers are dropped at a rate, here of 0; what is drawn for it is drawn all the same."""
     return y if torch.rand([]) < 0.0 else y.tanh() * torch.rand(())
@@ -162,6 +171,7 @@ BODIES = {
         repeated,
         listed,
         written,
+        rewritten,
         counted,
         signed,
         aligned,
@@ -241,6 +251,19 @@ def test_a_plain_tensor_that_is_changed_in_place_is_looked_at_again(read: Callab
         plain.table.add_(added)
         assert all(map(same_bits, leaves(planned, MASKS[0]), leaves(plain, MASKS[0])))
     assert len(planned.plans) == 2
+
+
+def reread(model: Deciding, y: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(5):
+        y = y.tanh() * model.table.tolist()[1] * int(mask[2])
+    return y
+
+
+def test_a_guard_looks_once_at_what_a_forward_reads_several_times() -> None:
+    planned, plain = planned_and_plain(reread)
+    assert all(map(same_bits, leaves(planned, MASKS[0]), leaves(plain, MASKS[0])))
+    (entry,) = runner_of(planned).plans.all()
+    assert len(entry.guard.decided.entries) == 3  # the list, the element of the mask and its number
 
 
 def test_sequences_may_be_packed_before() -> None:
