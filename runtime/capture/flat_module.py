@@ -177,6 +177,7 @@ class FlatModel(nn.Module):
         leaves = [leaf if at is None else tensors[at] for at, leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         self.tensors_of = tensors_of = ModuleTensors(self.model)
+        given = flattened((args, kwargs))  # objects are leaves here: `_called` finds changes of them
         constant = [(at, leaf) for at, leaf in enumerate(tensors) if not leaf.requires_grad]
         self._state.begin(self.found.numbers)
         results = self._called(args, kwargs)
@@ -192,7 +193,7 @@ class FlatModel(nn.Module):
             *(write.name for write, value in writes if value is LOST),
             *(f"requires_grad of argument {at}" for at in thawed),
         )
-        left = self._left((args, kwargs), leaves)
+        left = self._left((args, kwargs), leaves, given)
         flat, self.outputs = flattened((results, [one for one in writes if one[1] is not LOST], left))
         self._state.undo()  # the results may be among it
         tensors_of.restore()
@@ -253,11 +254,13 @@ class FlatModel(nn.Module):
             )
         return results
 
-    def _left(self, arguments: Any, leaves: list[Any]) -> Any:
-        """Return the arguments after the forward, or None if the forward did not change them."""
-        left, spec = flattened(with_opened_objects(arguments))
-        if spec == self._spec and all(map(is_, left, leaves)):
+    def _left(self, arguments: Any, leaves: list[Any], given: tuple[list[Any], pytree.TreeSpec]) -> Any:
+        """Return the arguments after the forward, or None if the forward did not change them. ``given``: the arguments
+        before, flattened with closed objects."""
+        left, spec = flattened(arguments)
+        if spec == given[1] and all(map(is_, left, given[0])):
             return None
+        left, spec = flattened(with_opened_objects(arguments))
         at = {id(leaf): ArgumentLeaf(at) for at, leaf in enumerate(leaves)}
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from same_bits import equal_after
@@ -123,6 +124,13 @@ class Table(dict[str, Tensor]):
         return self[name]
 
 
+class Sample:
+    """With an array, which every pickle copies."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.kept = x, np.arange(3)
+
+
 class OfObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +149,7 @@ def step(model: nn.Module, one: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [Graph, lambda x: Pair(left=x, right=x.flip(1)), lambda x: Table(x=x, other=x.flip(1))]
+    "make", [Graph, Sample, lambda x: Pair(left=x, right=x.flip(1)), lambda x: Table(x=x, other=x.flip(1))]
 )
 def test_objects_of_any_class_are_opened_and_new_ones_need_no_new_plan(make: Callable[[Tensor], Any]) -> None:
     torch.manual_seed(0)
@@ -152,6 +160,7 @@ def test_objects_of_any_class_are_opened_and_new_ones_need_no_new_plan(make: Cal
         one = make(torch.randn(4, 6))
         equal_after(lambda model, given=one: step(model, given), planned, plain)
     assert rematplan.planning(planned).stats().captures == 1
+    assert with_runner(planned)._rematplan.parts is None
 
 
 class Growing(OfObject):
