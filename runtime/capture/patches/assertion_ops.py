@@ -52,6 +52,12 @@ _WITH_RESULT: Mapping[Any, Callable[..., torch.Tensor]] = {
 for _check in _WITH_RESULT:
     torch.fx.has_side_effect(_check)
 
+_AS_TENSOR: Mapping[Any, Callable[..., torch.Tensor]] = {
+    ATEN.allclose.default: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    ATEN.equal.default: lambda a, b: (a == b).all(),
+}
+"""By op that returns a truth value, a function that returns it as a tensor, for arguments of one shape."""
+
 _VALID = Assertion(
     True, "ValueError", "a parameter or a sample of a distribution does not satisfy its constraint"
 )
@@ -82,6 +88,8 @@ class Checks(TorchDispatchMode):
             return torch.tensor(self._assert(ATEN.all.default(*args), _VALID))
         if func is ATEN._local_scalar_dense.default and args[0].dtype is torch.bool:
             return self._condition(*args)
+        if func in _AS_TENSOR:
+            return self._comparison(func, *args, **(kwargs or {}))
         check = _WITH_RESULT.get(func)
         if check is None:
             result = func(*args, **(kwargs or {}))
@@ -105,6 +113,15 @@ class Checks(TorchDispatchMode):
             if expected is None:
                 raise
         return self._assert(condition, expected)
+
+    def _comparison(self, func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the truth value of a comparison of two tensors; if it is unknown, as `_condition` does."""
+        try:
+            return func(a, b, *args, **kwargs)
+        except VALUES_DECIDE:
+            if a.shape != b.shape:
+                raise
+        return self._condition(_AS_TENSOR[func](a, b, *args, **kwargs))
 
     def _assert(self, condition: torch.Tensor, expected: Assertion) -> bool:
         self.results.append(CHECK_CONDITION(condition, expected.outcome, expected.kind, expected.text))
