@@ -29,6 +29,13 @@ class Patches:
             if own is not _MISSING:
                 vars(module)["forward"] = own
 
+    def inside(self, part: nn.Module) -> Patches:
+        """Return those of the replaced forwards whose modules are inside of ``part``."""
+        inner = [module for module in part.modules() if module in self.forwards and module is not part]
+        some = Patches({module: self.forwards[module] for module in inner})
+        some._before = {module: self._before[module] for module in inner}
+        return some
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Give the modules their own forwards back inside of the block."""

@@ -116,12 +116,14 @@ class PlannedParts:
         planned = {name: self.last.runners.get(name) for name in names}
         every = {**dict.fromkeys(self._new(self.last.plan.rehearsed)), **planned}
         modules = dict(model.named_modules())
-        patches = {
-            part: partial(self._run, runner, name, Original(part, part.forward), ran)
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        patches = Patches(forwards)
+        forwards |= {
+            part: partial(self._run, runner, name, Original(part, part.forward), ran, patches)
             for name, runner in every.items()
             if (part := modules.get(name)) is not None
         }
-        with Patches(patches):
+        with patches:
             try:
                 return original.plain(args, kwargs)
             finally:
@@ -133,17 +135,20 @@ class PlannedParts:
         name: str,
         original: Original,
         ran: Counter[str],
+        patches: Patches,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Run a module by ``runner``, or as it is if ``runner`` is None. With gradients, count the run in ``ran``. A
-        part that is refused at a call runs without a plan from then on, with a warning, unless the user stated it."""
+        part that is refused at a call runs without a plan from then on, with a warning, unless the user stated it.
+        Modules inside of it, which have a second name outside, run as they are: without their ``patches``."""
         if not torch.is_grad_enabled() or LOCK.is_mine:
             return original.forward(*args, **kwargs)
         ran[name] += 1
         if runner is not None:
             try:
-                return runner(original, args, kwargs)
+                with patches.inside(original.model).away():
+                    return runner(original, args, kwargs)
             except (ModelError, UsageError) as why:
                 if self.error is None:  # the user stated the parts
                     raise

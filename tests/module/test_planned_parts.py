@@ -251,6 +251,25 @@ def test_what_runs_later_or_more_often_is_told_of_once_and_planned(monkeypatch: 
     assert measured(model, 0) <= planned(model).peak
 
 
+class Around(Base):
+    """Draws, and runs its blocks by a module around them, which is found after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every = nn.Sequential(*self.blocks)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.every(x) if np.random.uniform() < 2 else x
+
+
+def test_a_part_whose_inner_modules_have_second_names_needs_no_further_captures() -> None:
+    model, plain = made(Around)
+    in_parts(model, "2MiB")
+    same_steps(model, plain, 3)
+    assert {name for name, _ in planned(model).rehearsed.calls} == {"every"}
+    assert rematplan.planning(model).stats().captures == 0  # the rehearsal's serves all
+
+
 class LaterMatching(Matching):
     """Matches only if a first number is positive."""
 
