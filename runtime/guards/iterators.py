@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from inspect import getattr_static
 from types import GeneratorType
 from typing import Any, NoReturn
 
@@ -13,6 +14,11 @@ from rematplan.ir import ModelError
 def is_iterator(value: Any) -> bool:
     """Return whether a value is one of Python's own iterators, whose state cannot be seen or restored."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def is_computed(holder: Any, name: str) -> bool:
+    """Return whether a property computes an attribute at each read, so that its value is no state."""
+    return isinstance(getattr_static(holder, name, None), property)
 
 
 def refuse_iterator(name: str, iterator: Any) -> NoReturn:

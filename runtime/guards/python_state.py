@@ -26,7 +26,7 @@ from rematplan.runtime.guards.containers import (
 )
 from rematplan.runtime.guards.counted_numbers import Counting, Expression, Variable, expression_of, plain
 from rematplan.runtime.guards.globals import GlobalReads
-from rematplan.runtime.guards.iterators import is_iterator, progress, refuse_iterator
+from rematplan.runtime.guards.iterators import is_computed, is_iterator, progress, refuse_iterator
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
 from rematplan.runtime.guards.reachable import reached
@@ -180,7 +180,7 @@ class PythonState:
                 f"it in the forward, and let the backward use that value"
             )
         if kind not in NUMBERS and not isinstance(value, (*CONTAINERS, np.ndarray)):
-            if is_iterator(value):
+            if is_iterator(value) and not is_computed(holder, name):
                 refuse_iterator(name, value)
             if value is not None and not isinstance(value, torch.Tensor):
                 return value

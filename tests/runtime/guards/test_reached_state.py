@@ -81,6 +81,10 @@ class Net(nn.Module):
     def drawn(self) -> Tensor:
         return torch.rand(16) + 1
 
+    @property
+    def doubled(self) -> Iterator[float]:
+        return (2 * by for by in (self.one, self.other))
+
     def forward(self, x: Tensor) -> Tensor:
         return self.lin(x) * self.rule(self)
 
@@ -190,6 +194,15 @@ def test_a_cached_property_is_computed_once() -> None:
     ours = rematplan.plan_module(Net(lambda s: s.drawn), (X,), **SETTINGS)
     assert all(map(torch.equal, outputs(ours), expected))
     assert len(ours.plans) == 2
+
+
+def test_an_iterator_that_a_property_makes_anew_is_no_state() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda s: sum(s.doubled) + sum(s.doubled))
+    expected = model(X)
+    ours = rematplan.plan_module(model, (X,), **SETTINGS)
+    assert all(torch.equal(ours(X), expected) for _ in range(2))
+    assert len(ours.plans) == 1
 
 
 class Alternating(torch.autograd.Function):
