@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.capture.same_contents import unchanged
 from rematplan.runtime.graph.compat import TorchDynamoException, pytree
 
-TRACED = "FunctionalTensor"
-"""A name in the errors that a tracer's tensors cause outside of its trace."""
+TRACED, TRACERS = "FunctionalTensor", "torch._subclasses"
+"""Of the errors that a tracer's tensors cause outside of its trace: a name in most, and where others are raised."""
 
 
 def own_error(
@@ -25,7 +26,13 @@ def own_error(
     The forward runs on copies; the model and all random states are restored."""
     (error,) = eager_forwards(model, forward, args, kwargs, 1)
     # Errors of TorchDynamo, or of a tensor that a trace left in a cache, are a tracer's, not the model's.
-    return None if isinstance(error, TorchDynamoException) or TRACED in str(error) else error
+    return None if error is None or isinstance(error, TorchDynamoException) or _is_of_tracer(error) else error
+
+
+def _is_of_tracer(error: Exception) -> bool:
+    """Return whether an error is that of a tracer's tensor, or was raised by a method of one, such as its ``to``."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return TRACED in str(error) or str(frame.f_globals.get("__name__")).startswith(TRACERS)
 
 
 def eager_forwards(

@@ -31,7 +31,9 @@ def made(refused: bool = False) -> nn.Module:
             return torch.arange(width).float().cos()
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.linear(x).tanh() * grid(len(x))[0] * self.frequencies(x.shape[1])
+            y: Tensor = (
+                self.linear(x).tanh() * grid(len(x))[0].to(x) * self.frequencies(x.shape[1]).to(x.dtype)
+            )
             return y.sum() if refused and float(y.sum()) > 0 else y.square().sum()
 
     return Grid()
