@@ -14,8 +14,8 @@ from torch import nn
 from rematplan.ir import ModelError, NoGradients, NotCaptured
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.changing_state import check_state_returns
+from rematplan.module.forward_warnings import warn_of_compiled_code, warn_of_hooks
 from rematplan.module.function_caches import empty_traced_caches
-from rematplan.module.hook_warnings import warn_of_hooks
 from rematplan.module.model_errors import own_error
 from rematplan.module.symbolic_forward import Found, OpenForward, open_constants
 from rematplan.runtime import guards
@@ -111,6 +111,7 @@ class Tracing:
         check_dense((*self.state.named.values(), *self.tensors), f"{self.name} has, or is called with,")
         check_no_hidden_tensors(self.leaves, f"{self.name} is called with")
         warn_of_hooks(self.model, self.name)
+        warn_of_compiled_code(self.model, self.name)
 
     def fixed(self) -> Found:
         """Trace the forward and the backward for exactly the arguments' sizes, again if a function had cached tensors

@@ -23,6 +23,7 @@ from rematplan.ir import (
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
+from rematplan.module.forward_warnings import compiled_modules
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
@@ -238,6 +239,11 @@ class PlannedParts:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
         `ModelError` if no part is left, or a stated one is unfit."""
         model, unfit, rehearsal = original.model, self.unfit, None
+        if compiled := compiled_modules(
+            model
+        ):  # its code would have the forwards from before a part is planned
+            why = f"{compiled[0]} is compiled; plan the model before torch.compile"
+            raise ModelError(why if self.error is None else f"{self.error}; nor in parts: {why}")
         self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
         check_weights(model, self.parts if self.error is None else ())
         try:

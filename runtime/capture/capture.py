@@ -11,7 +11,6 @@ from rematplan.ir import ModelError
 from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.compat import OptimizedModule
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 
@@ -33,8 +32,8 @@ def capture(
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Raise `ModelError` for a module that cannot be traced as one graph: with scripted, sharded or compiled parts, or
-    lazy tensors."""
+    """Raise `ModelError` for a module that cannot be traced as one graph: with scripted or sharded parts, or lazy
+    tensors."""
     name = type(module).__name__
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         raise ModelError(f"{name} is scripted, or has a scripted submodule; plan the module before scripting")
@@ -44,10 +43,6 @@ def check_traceable(module: nn.Module) -> None:
         raise ModelError(
             f"{name} is sharded, or has a sharded submodule; plan it in place (rematplan.apply), or plan first, then "
             f"shard the planned module as one unit"
-        )
-    if any(isinstance(m, OptimizedModule) for m in module.modules()):
-        raise ModelError(
-            f"{name} is compiled, or has a compiled submodule; plan the original module, or see rematplan.backend"
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ModelError(f"{name} has parameters whose shape is not known yet; call it once before planning")

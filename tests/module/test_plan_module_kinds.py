@@ -2,6 +2,7 @@
 layers, layers under several names, other layouts; and those of which no plan can be made."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,13 +107,48 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
         (Looks(2, 2), torch.ones(2, 2), "reads values of tensors"),
         (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
         (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), torch.ones(2, 2), "is compiled"),
-        (nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager")), torch.ones(2, 2), "is compiled"),
+        (
+            nn.Sequential(torch.compile(Looks(2, 2))),
+            torch.ones(2, 2),
+            "nor in parts: 0 is compiled; plan the",
+        ),
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), torch.ones(2, 2), "is scripted"),
         (Slotted(2, 2), torch.ones(2, 2), "allows no planned subclass"),
     ):
         with pytest.raises(ModelError, match=why):
             rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
+
+
+def compiled_in_place() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    model[0].compile(backend=refused)
+    return model
+
+
+def refused(*_: object) -> object:
+    raise AssertionError("it was compiled")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: torch.compile(nn.Linear(8, 8), backend=refused),
+        lambda: nn.Sequential(torch.compile(nn.Linear(8, 8), backend=refused), nn.GELU()),
+        compiled_in_place,
+    ],
+    ids=["whole", "inside", "in_place"],
+)
+def test_compiled_modules_are_planned_as_in_eager_mode(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    x, compiled = torch.randn(4, 8), model()
+    with pytest.warns(UserWarning, match="planned calls do not use what torch.compile made"):
+        planned = rematplan.plan_module(compiled, (x,), budget="100%", costs="roofline")
+    planned(x).sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        plain = copy.deepcopy(compiled)
+        plain.zero_grad()
+        plain(x).sum().backward()
+    assert same_grads(planned, plain)
 
 
 class Shared(nn.Module):

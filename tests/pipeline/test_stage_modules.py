@@ -327,7 +327,6 @@ def hooked() -> nn.Module:
         (Calling(Rounded.apply), "calls the autograd function Rounded, whose backward stages would not run"),
         (Calling(halved), "calls Tensor.register_hook, and stages would not run that hook"),
         (hooked(), "1.layer has a backward hook, which stages would not run"),
-        (torch.compile(Calling(torch.tanh)), "has a compiled submodule"),
         (Calling(rounded_if_saved), "its forward uses torch.autograd.graph.saved_tensors_hooks"),
         (Calling(lambda y: y * random.random()), "its forward draws from Python's random"),
         (Assigning(), "its forward assigns the buffer mean, and stages would not; change it in place"),

@@ -1,0 +1,56 @@
+"""Warnings about what a planned forward does otherwise: side effects of hooks, and code that `torch.compile` made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rematplan.runtime.graph.compat import OptimizedModule
+from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.guards.module_state import HOOKS
+
+COMPUTING = ("torch.nn.utils.", "transformers.utils.output_capturing")
+"""How names of modules begin whose hooks only compute: they reparametrise weights or collect inner outputs."""
+
+
+def warn_of_hooks(model: nn.Module, name: str) -> None:
+    """Warn if submodules of the model called ``name`` have hooks with possible side effects. Hooks that are defined in
+    Python modules of `COMPUTING` are taken to have none."""
+    names = [
+        inner
+        for inner, m in model.named_modules()
+        if m is not model
+        and any(not _only_computes(hook) for kind in HOOKS for hook in m.__dict__[kind].values())
+    ]
+    if names:
+        warn(
+            f"{name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
+            f"when a step is planned; what they compute is part of the plan, other effects happen only then"
+        )
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of compiled modules in ``model``, and its class's name if it is an `OptimizedModule`. If it was
+    compiled in place, only its call is: a plan replaces the forward that this calls."""
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule)
+        or (module is not model and module._compiled_call_impl is not None)
+    ]
+
+
+def warn_of_compiled_code(model: nn.Module, name: str) -> None:
+    """Warn if ``model``, called ``name``, or submodules of it are compiled: a plan has the ops of eager mode."""
+    names = compiled_modules(model)
+    if names:
+        warn(
+            f"{', '.join(names[:3])}{' and others' * (len(names) > 3)} of {name}: planned calls do not use what "
+            f"torch.compile made of them; kernels='fused' fuses kernels within a plan, and rematplan.backend plans "
+            f"inside of torch.compile"
+        )
+
+
+def _only_computes(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(COMPUTING)
