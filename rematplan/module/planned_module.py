@@ -20,8 +20,8 @@ from rematplan.runtime.graph.compat import disable_dynamo
 
 def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
     """Return an object of a subclass of the model's class, which shares its state and whose calls ``runner`` executes.
-    `ModelError` if the model cannot be traced, its class allows no subclass, or it is planned and its forward was
-    replaced."""
+    `ModelError` if the model cannot be traced or was compiled in place, its class allows no subclass, or it is planned
+    and its forward was replaced."""
     check_traceable(model)
     if isinstance(model, _Planned):
         if model._rematplan_replaced is not None:
@@ -30,6 +30,11 @@ def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
                 f"to plan it again"
             )
         model = model._rematplan_model()
+    elif model._compiled_call_impl is not None:
+        raise ModelError(
+            f"{type(model).__name__} was compiled in place, and its calls would not reach a plan; plan it before "
+            f"compile(), or in place (rematplan.apply)"
+        )
     return _become(_blank(type(model)), (model, runner, None))
 
 

@@ -101,6 +101,16 @@ class Slotted(nn.Linear):
     __slots__ = ("more",)
 
 
+def refused(*_: object) -> object:
+    raise AssertionError("it was compiled")
+
+
+class CompiledInPlace(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.compile(backend=refused)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_no_plan_can_be_made_of_is_said() -> None:
     for model, batch, why in (
@@ -112,6 +122,7 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
             torch.ones(2, 2),
             "nor in parts: 0 is compiled; plan the",
         ),
+        (CompiledInPlace(2, 2), torch.ones(2, 2), "compiled in place, and its calls would not reach a plan"),
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), torch.ones(2, 2), "is scripted"),
         (Slotted(2, 2), torch.ones(2, 2), "allows no planned subclass"),
     ):
@@ -119,22 +130,12 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
             rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
 
 
-def compiled_in_place() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-    model[0].compile(backend=refused)
-    return model
-
-
-def refused(*_: object) -> object:
-    raise AssertionError("it was compiled")
-
-
 @pytest.mark.parametrize(
     "model",
     [
         lambda: torch.compile(nn.Linear(8, 8), backend=refused),
         lambda: nn.Sequential(torch.compile(nn.Linear(8, 8), backend=refused), nn.GELU()),
-        compiled_in_place,
+        lambda: nn.Sequential(CompiledInPlace(8, 8), nn.GELU()),
     ],
     ids=["whole", "inside", "in_place"],
 )
