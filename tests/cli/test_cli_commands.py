@@ -107,7 +107,9 @@ def test_curve_leaves_out_strategies_for_which_the_problem_is_too_large(call, re
     refused(call(*limited, "--strategy", "exact_dp"), 2)
 
 
-def test_curve_measures_plans(call, tmp_path) -> None:
+def test_curve_measures_plans(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("rematplan.cli.curve.MEASURED_PLANS", 3)
+    monkeypatch.setattr("rematplan.cli.curve.ROUNDS", 2)
     points, png = tmp_path / "c.csv", tmp_path / "c.png"
     strategies = ("--strategy", "store_all", "--strategy", "auto")
     budgets = ("--budget", "80%", "--budget", "min")
@@ -183,6 +185,8 @@ def test_step_refuses_a_budget_below_the_smallest_peak(call, refused) -> None:
 @pytest.mark.usefixtures("few_blocks")
 def test_demo_writes_files_and_verifies(call, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(demo, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(demo, "DRAWN", ["store_all", "chen_sqrt", "auto"])
+    monkeypatch.setattr("rematplan.cli.curve.BUDGETS", ("80%", "min"))
     result = call("demo", "--small", "--folder", tmp_path / "demo")
     assert result.status == 0, result.err
     assert result.out.count("bit-equal") == 2

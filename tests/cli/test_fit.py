@@ -30,7 +30,7 @@ WIDTH, CLASSES = 256, 1600
 SEARCH = rematplan.ExactDP()
 ASKED = question("40MB", None, None, "server-cpu", None, SEARCH)
 DEEP = question("40MB", "adamw", None, "h100", None, SEARCH)
-TINY = [f"--dim={n}" for n in ("batch=2", "tokens=8", "width=16", "depth=2", "vocabulary=32")]
+TINY = [f"--dim={n}" for n in ("batch=2", "tokens=8", "width=16", "depth=1", "vocabulary=32")]
 
 
 @pytest.fixture(autouse=True)

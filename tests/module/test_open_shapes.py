@@ -188,7 +188,7 @@ def test_an_instance_is_what_its_shape_gives_by_itself(name: str) -> None:
     make, inputs = OPEN[name]
     model, accepted = make(), 0
     step = opened(model, inputs(3, 6))
-    for sizes in ((2, 9), (WIDTH, WIDTH), (4, 3), (2, 4)):
+    for sizes in ((2, 9), (WIDTH, WIDTH), (4, 3)):
         batch = inputs(*sizes)
         if not step.guard.holds(batch):
             continue

@@ -164,12 +164,8 @@ class Gated(nn.Module):
 def test_fused_kernels_of_all_in_flight_fit(in_flight: int, deferred: int | None) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(Gated() for _ in range(2)))
-    asked = ASKED | {
-        "in_flight": in_flight,
-        "deferred": deferred,
-        "kernels": "fused",
-        "strategy": "chen_sqrt",
-    }
+    more = {"in_flight": in_flight, "deferred": deferred, "kernels": "fused", "strategy": "chen_sqrt"}
+    asked = ASKED | more
     with pytest.raises(InfeasibleBudget) as refused:
         rematplan.plan_stage(copy.deepcopy(plain), (example(),), budget=1000, **asked)
     least, actions = refused.value.smallest, with_in_flight(in_flight, deferred)

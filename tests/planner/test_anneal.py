@@ -141,11 +141,11 @@ def test_the_curve_is_monotone_in_the_budget():
 
 
 def test_a_later_plan_for_a_larger_budget_is_never_worse():
-    graph = network(30)
+    graph = network(20)
     peak = peak_of_base(graph)
     plans = []
     for share in (0.6, 0.65, 0.8):
-        plans.append(Auto(moves=30_000).plan(graph, int(peak * share), starts=plans))
+        plans.append(Auto(moves=10_000).plan(graph, int(peak * share), starts=plans))
     overheads = [plan.estimate.overhead for plan in plans]
     assert overheads == sorted(overheads, reverse=True)
 
@@ -209,9 +209,9 @@ def test_the_best_sequence_may_be_much_longer_than_the_present_one():
     assert annealer.best() == long
 
 
-@pytest.mark.parametrize("search", [Auto(moves=30_000), Anneal(moves=100), ILP(time_limit=0.1)])
+@pytest.mark.parametrize("search", [Auto(moves=10_000), Anneal(moves=100), ILP(time_limit=0.1)])
 def test_a_search_is_never_worse_than_its_start(search):
-    graph = network(30)
+    graph = network(20)
     budget = int(0.6 * peak_of_base(graph))
     start = Anneal(moves=60_000).plan(graph, budget)
     assert search.plan(graph, budget, starts=[start]).estimate.cost <= start.estimate.cost
@@ -222,7 +222,7 @@ def test_a_plan_depends_only_on_the_arguments():
     budget = int(0.6 * peak_of_base(graph))
     alone = Anneal(moves=8000).plan(graph, budget)
     start = Anneal(moves=60_000).plan(graph, budget)
-    Auto(moves=30_000).plan(graph, budget)
+    Auto(moves=10_000).plan(graph, budget)
     assert Anneal(moves=8000).plan(graph, budget) == alone
     assert Anneal(moves=8000).plan(graph, budget, starts=[start]).estimate.cost < alone.estimate.cost
 

@@ -27,13 +27,12 @@ def budget_of(graph, share):
     return int(share * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5])
-def test_a_time_limit_holds(problems, seconds):
+def test_a_time_limit_holds(problems):
     graph = network(problems)
     compile_kernels()
     began = time.thread_time()
-    Auto(time_limit=seconds, reuse=False).plan(graph, budget_of(graph, 0.55))
-    assert time.thread_time() - began < max(1.0, seconds) + SLACK
+    Auto(time_limit=0.5, reuse=False).plan(graph, budget_of(graph, 0.55))
+    assert time.thread_time() - began < 1.0 + SLACK
 
 
 @pytest.mark.parametrize("phase", ["exact_dp", "overhead"])

@@ -320,7 +320,7 @@ def test_a_refusal_names_what_min_finds():
 
 
 def several() -> list[TrainingGraph]:
-    return [dense(6), problems.unet(3), problems.towers(6, 3)]
+    return [dense(6), problems.unet(2), problems.towers(6, 3)]
 
 
 def check_what_is_found_is_enough(graph: TrainingGraph, moves: int) -> None:

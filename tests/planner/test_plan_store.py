@@ -44,7 +44,7 @@ def again(graph):
     return replace(graph)
 
 
-@pytest.mark.parametrize("search", [Auto(time_limit=0.5), Anneal(time_limit=0.5), ILP(time_limit=3)])
+@pytest.mark.parametrize("search", [Auto(time_limit=0.5), Anneal(time_limit=0.5), ILP(time_limit=1)])
 def test_a_later_process_is_never_worse_at_the_same_or_a_larger_budget(problems, search):
     graph = problems.residual((1, 1))
     peak = base(graph).estimate.peak

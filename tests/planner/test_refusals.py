@@ -43,7 +43,7 @@ def refusal(strategy: Strategy, graph: TrainingGraph, budget: int) -> Infeasible
         ChenSqrt(),
         NestedDP(),
         StoreAll(),
-        ILP(time_limit=2.0),
+        ILP(time_limit=0.5),
     ],
 )
 def test_the_named_budgets_can_be_planned(problems: ModuleType, strategy: Strategy) -> None:

@@ -205,7 +205,9 @@ def _fold(module, gradients):
     gradients[FOLDED] = (gradients[FOLDED] / scale.reshape(-1, 1, 1, 1)).detach()
 
 
-@pytest.mark.parametrize(("name", "how"), dict(CASES).items())
+@pytest.mark.parametrize(
+    ("name", "how"), [("gpt2", "script"), ("segformer", "dynamo-20"), ("t5", "dynamo-19")]
+)
 def test_planned_steps_are_bit_equal_to_unplanned_ones(folder, name, how):
     loaded = rematplan.load_step(exported(folder, name, how)[2])
     graph = rematplan.problem(loaded, costs="roofline")

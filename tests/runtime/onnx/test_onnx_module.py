@@ -22,12 +22,14 @@ from rematplan.ir import ModelError
 from rematplan.ir.onnx.load import graph_from_proto, load_onnx
 from rematplan.runtime.onnx.module import OnnxModule, torch_name
 
-LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("light_*.onnx"))
+LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
+# The others that ship with ONNX, VGG-19 and ZFNet, have the ops of AlexNet.
+REAL = ("bvlc_alexnet", "densenet121", "inception_v1", "inception_v2", "resnet50", "shufflenet", "squeezenet")
 
 
-@pytest.mark.parametrize("path", LIGHT, ids=lambda p: p.stem)
-def test_real_graphs_run_and_train(path):
-    graph = load_onnx(path)
+@pytest.mark.parametrize("name", REAL)
+def test_real_graphs_run_and_train(name):
+    graph = load_onnx(LIGHT / f"light_{name}.onnx")
     module = OnnxModule(graph)
     torch.manual_seed(0)
     (y,) = module(torch.randn(graph.inputs[0].shape))
@@ -37,10 +39,6 @@ def test_real_graphs_run_and_train(path):
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
-
-
-def test_the_nine_real_graphs_ship_with_onnx():
-    assert len(LIGHT) == 9
 
 
 def test_what_is_made_of_known_numbers_goes_where_the_rest_is():
@@ -167,7 +165,7 @@ def test_shape_arithmetic_leaves_nothing_in_the_captured_graph(net):
 
 
 def test_seeds_decide_random_starts():
-    graph = load_onnx(LIGHT[0])
+    graph = load_onnx(LIGHT / "light_bvlc_alexnet.onnx")
     first, again, other = (OnnxModule(graph, seed=s).state_dict() for s in (0, 0, 1))
     assert all(torch.equal(first[k], again[k]) for k in first)
     assert any(not torch.equal(first[k], other[k]) for k in first)
@@ -176,7 +174,7 @@ def test_seeds_decide_random_starts():
 
 
 def test_weights_may_stay_unread():
-    module = OnnxModule(load_onnx(LIGHT[0]), device="meta")
+    module = OnnxModule(load_onnx(LIGHT / "light_bvlc_alexnet.onnx"), device="meta")
     assert all(p.is_meta for p in module.parameters())
 
 

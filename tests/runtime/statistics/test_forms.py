@@ -59,11 +59,7 @@ LINEAR = {
     "einsum": (lambda m, x: torch.einsum("ntd,de->nte", x, m.w), (D, E), lambda w: X @ w),
     "einsum, other order": (lambda m, x: torch.einsum("ed,ntd->etn", m.w, x), (E, D), lambda w: X @ w.T),
     "w @ xᵀ": (lambda m, x: (m.w @ x.mT).mT, (E, D), lambda w: X @ w.T),
-    "bmm with a weight that is expanded": (
-        lambda m, x: torch.bmm(x, m.w.expand(N, D, E)),
-        (D, E),
-        lambda w: X @ w,
-    ),
+    "bmm, expanded weight": (lambda m, x: torch.bmm(x, m.w.expand(N, D, E)), (D, E), lambda w: X @ w),
     "a flat weight": (lambda m, x: x @ m.w.view(D, E), (D * E,), lambda w: X @ w.view(D, E)),
     "a weight of heads": (
         lambda m, x: torch.einsum("ntd,hdk->ntkh", x, m.w),
@@ -364,8 +360,7 @@ class Heads(nn.Module):
 
 
 def test_a_head_that_no_gradient_reaches_is_dropped_and_said() -> None:
-    model = Heads()
-    options = rematplan.Kronecker(fisher="empirical", loss_reduction="sum")
+    model, options = Heads(), rematplan.Kronecker(fisher="empirical", loss_reduction="sum")
     planned = rematplan.plan_module(model, (X,), **SETTINGS, statistics=options)
     planned(X)[0].sum().backward()
     found = rematplan.planning(planned).statistics()
