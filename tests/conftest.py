@@ -9,6 +9,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,7 @@ BLOCKS = (2, 2)
 """Of each stage: one that changes the shape, and one that does not."""
 DILATED = (1, 1, 1, 2)
 """Only the last two stages dilate; one has a block that does not change the shape."""
+MOVES_BACK = 10_000
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,6 +106,17 @@ def few_blocks() -> Iterator[None]:
         patch.setattr(revvit, "BLOCKS", BLOCKS)
         patch.setattr(swin, "BLOCKS", BLOCKS)
         patch.setattr(unet, "LEVELS", 2)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_moves_back() -> Iterator[None]:
+    """Searches back in time for the smallest peak make few moves, but for the tests of the planner. At the least they
+    would take a second each."""
+    search = import_module("rematplan.planner.auto.smallest_peak_search")
+    short = replace(search.PEAK_SEARCH, regression_moves=MOVES_BACK, least_regression=MOVES_BACK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "PEAK_SEARCH", short)
         yield
 
 

@@ -13,7 +13,7 @@ from rematplan.ir.onnx.draft import Draft, Origin
 from rematplan.ir.onnx.graph import Weight
 from rematplan.ir.onnx.weights_or_buffers import GENERATED
 
-SAMPLE = 64  # elements that are compared before whole tensors are
+SAMPLE = 16  # elements that are compared before whole tensors are
 MAX_NAMED = 4  # names that a note lists
 
 

@@ -226,10 +226,7 @@ TABLE = {
         partial(more.swapped, True),
         Expected("the backward of Swapped is not the derivative", "", "", "gradient stem.weight"),
     ),
-    "op left out": (
-        more.op_left_out,
-        Expected("leaves out an op", "1", "rsqrt", "gradient 0.weight"),
-    ),
+    "op left out": (more.op_left_out, Expected("leaves out an op", "1", "rsqrt", "gradient 0.weight")),
     "cache": (
         more.cache_extended,
         Expected("a cache, as one of keys", "blocks.0.middle", "cat", "gradient stem.weight"),

@@ -67,15 +67,7 @@ def parameter_outside_of_modules(reentrant: bool) -> Pair:
     return UnderAutocast(Product()), (batch(),)
 
 
-BOTH = (
-    plain_blocks,
-    tied,
-    norm_outside,
-    autocast,
-    recurrent,
-    nested,
-    parameter_outside_of_modules,
-)
+BOTH = (plain_blocks, tied, norm_outside, autocast, recurrent, nested, parameter_outside_of_modules)
 
 
 def hand_made() -> Pair:
@@ -378,10 +370,7 @@ def test_checkpointing_of_transformers_is_sound(name: str, reentrant: bool) -> N
         "d_kv": 8,
         "decoder_start_token_id": 0,
     }
-    kind, sizes = {
-        "Llama": ("LlamaForCausalLM", layers),
-        "T5": ("T5ForConditionalGeneration", of_t5),
-    }[name]
+    kind, sizes = {"Llama": ("LlamaForCausalLM", layers), "T5": ("T5ForConditionalGeneration", of_t5)}[name]
     config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes)
     model = getattr(transformers, kind)(config).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

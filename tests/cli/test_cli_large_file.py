@@ -71,7 +71,8 @@ def test_planning_reads_no_weights(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     kibibytes = int(done.stdout.split()[-2])
-    assert kibibytes < 2**20
+    # The program itself takes almost 2**20 of them, and each of the matrices would take 765,625.
+    assert kibibytes < 3 * 2**19
 
 
 def test_the_problem_without_weights_equals_the_problem_with_them(tmp_path):

@@ -155,17 +155,7 @@ def test_a_file_without_a_field_that_a_rank_reads_is_refused(file, tmp_path) -> 
 
 
 def test_a_rank_that_does_not_fit_is_named(call) -> None:
-    done = call(
-        "pipeline",
-        *small(depth=1),
-        *LIMIT,
-        "--stages",
-        2,
-        "--budget",
-        "100KiB",
-        "--cuts",
-        "norm",
-    )
+    done = call("pipeline", *small(depth=1), *LIMIT, "--stages", 2, "--budget", "100KiB", "--cuts", "norm")
     assert done.status == 3
     assert "rank 0: budget 100.00 KiB" in done.err
     least = int(done.err.split("smallest found")[1].split("(")[1].split(" ")[0])

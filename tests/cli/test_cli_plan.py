@@ -186,17 +186,7 @@ def test_planning_is_deterministic(call, problem, tmp_path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     for path in (first, second):
         assert (
-            call(
-                "plan",
-                problem,
-                "--budget",
-                "75%",
-                "--strategy",
-                "exact_dp",
-                "-o",
-                path,
-                "--quiet",
-            ).status
+            call("plan", problem, "--budget", "75%", "--strategy", "exact_dp", "-o", path, "--quiet").status
             == 0
         )
     assert first.read_bytes() == second.read_bytes()
@@ -204,17 +194,7 @@ def test_planning_is_deterministic(call, problem, tmp_path) -> None:
 
 def test_python_m_rematplan_runs(problem: Path) -> None:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "rematplan",
-            "plan",
-            str(problem),
-            "--budget",
-            "1",
-            "--strategy",
-            "store_all",
-        ],
+        [sys.executable, "-m", "rematplan", "plan", str(problem), "--budget", "1", "--strategy", "store_all"],
         capture_output=True,
         text=True,
         check=False,

@@ -42,16 +42,7 @@ def test_a_family_serves_all_sizes_and_says_how(ranged, call, chain_file) -> Non
     computed = [row for row in found["table"] if not row["captured"]]
     assert len(computed) >= 5
     for row in (computed[0], computed[-1]):
-        one = (
-            "plan",
-            chain_file,
-            "--dim",
-            f"batch={row['size']}",
-            "--costs",
-            "a100",
-            "--budget",
-            "100%",
-        )
+        one = ("plan", chain_file, "--dim", f"batch={row['size']}", "--costs", "a100", "--budget", "100%")
         assert (
             call(*one, "--strategy", "store_all", "--json").data["no_recompute_peak"]
             == row["no_recompute_peak"]

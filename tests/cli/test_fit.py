@@ -81,13 +81,7 @@ def test_peaks_are_those_that_are_measured(name: str) -> None:
     assert measured(2048, optimizer) == pytest.approx(whole.here.without, rel=0.01)
     memory = (whole.here.without + 3 * whole.here.least) // 4
     tight = rematplan.fit(
-        network,
-        rows,
-        memory=memory,
-        size=2048,
-        optimizer=name.lower(),
-        costs="profile",
-        largest=False,
+        network, rows, memory=memory, size=2048, optimizer=name.lower(), costs="profile", largest=False
     )
     assert tight.fits
     assert tight.here.without > memory >= tight.here.planned

@@ -53,12 +53,7 @@ STEP = [info("i", [], INT), info("go", [], FLAG), info("h", [4, 3])]
 
 
 def loop_model(*nodes, weights=(), outputs="go_on h2"):
-    return body(
-        [node("Identity", "go", "go_on"), *nodes],
-        STEP,
-        outputs.split(),
-        weights,
-    )
+    return body([node("Identity", "go", "go_on"), *nodes], STEP, outputs.split(), weights)
 
 
 def ops(graph):

@@ -65,7 +65,7 @@ class Matching(Base):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.body(x))
         taken: list[int] = []
-        for row in (-logits[:64, labels[:3]]).detach().T.tolist():
+        for row in (-logits[:4, labels[:3]]).detach().T.tolist():
             taken.append(min((i for i in range(len(row)) if i not in taken), key=row.__getitem__))
         return functional.cross_entropy(logits[taken], labels[:3]) + logits.square().mean()
 

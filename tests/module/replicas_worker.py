@@ -22,12 +22,7 @@ from rematplan.runtime.costs.measure import _allocations
 WIDTH, STEPS = 64, 4
 SETTLED = 2
 """The steps before those whose peak is measured: DDP makes its buckets anew in the second one."""
-OPTIONS: dict[str, Any] = {
-    "strategy": "approx_dp",
-    "costs": "roofline",
-    "loss_memory": "3x",
-    "refine": False,
-}
+OPTIONS: dict[str, Any] = {"strategy": "approx_dp", "costs": "roofline", "loss_memory": "3x", "refine": False}
 
 
 class Block(nn.Module):

@@ -94,10 +94,7 @@ def one_head(m: Of, x: Tensor) -> Tensor:
 OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "mlp": (mlp, sequence),
     "images": (images, pictures),
-    "channels last": (
-        images,
-        lambda b, t: (pictures(b, t)[0].to(memory_format=torch.channels_last),),
-    ),
+    "channels last": (images, lambda b, t: (pictures(b, t)[0].to(memory_format=torch.channels_last),)),
     "attention": (lambda: Of(attention), masked),
     "fused attention": (
         lambda: Of(lambda m, x: F.scaled_dot_product_attention(x * m.w, x, x, is_causal=True)),
@@ -146,10 +143,7 @@ OPEN: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         sequence,
     ),
     "repeated outputs": (lambda: Of(lambda m, x: (x * m.w).sum(1, keepdim=True).expand_as(x)), sequence),
-    "a branch": (
-        lambda: Of(lambda m, x: (x * m.w).relu() if x.shape[1] > 5 else (x * m.w).tanh()),
-        sequence,
-    ),
+    "a branch": (lambda: Of(lambda m, x: (x * m.w).relu() if x.shape[1] > 5 else (x * m.w).tanh()), sequence),
 }
 """Models that capture with open sizes, with batches for two sizes."""
 

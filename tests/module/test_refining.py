@@ -234,9 +234,7 @@ def test_a_plan_waits_for_the_last_micro_batch(elsewhere: Elsewhere, set_to_none
     assert swaps(model) == 1
 
 
-def test_after_an_exchange_a_plan_is_checked_again_for_earlier_gradients(
-    elsewhere: Elsewhere,
-) -> None:
+def test_after_an_exchange_a_plan_is_checked_again_for_earlier_gradients(elsewhere: Elsewhere) -> None:
     """The first plan leaves room for gradients of earlier steps, the better one does not."""
     x = X.repeat(16, 1)
     model = rematplan.plan_module(Network(), (x,), budget="100%", costs="roofline", loss_memory=0)

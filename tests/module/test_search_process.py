@@ -110,10 +110,7 @@ def test_the_process_ends_with_its_parent_and_needs_no_main_guard(
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     parent = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout
     child = int(parent.stdout.readline())

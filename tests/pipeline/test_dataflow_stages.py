@@ -203,10 +203,7 @@ def test_another_batch_than_planned_for_is_refused(given: tuple[Any, ...], messa
 
 
 def test_cuts_are_where_two_streams_cross_and_nothing_else() -> None:
-    model, asked = (
-        couplings.flow(blocks=5),
-        {"cuts": "auto", "ranks": [0], "strategy": Auto(time_limit=1)},
-    )
+    model, asked = (couplings.flow(blocks=5), {"cuts": "auto", "ranks": [0], "strategy": Auto(time_limit=1)})
     pipe = couplings.planned(model, 16, microbatches=4, budget="1GiB", **asked)
     stages = stage_modules(model, couplings.data(4)[:1], {}, pipe.cuts)
     assert [len(stage.inputs) for stage in stages[1:]] == [2, 2, 2]

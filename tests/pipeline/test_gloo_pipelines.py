@@ -92,10 +92,7 @@ def test_steps_of_training_with_a_frozen_stage_have_the_bits_of_one_process(work
     assert found[3]["loss"] < 0.9 * found[3]["first loss"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "frozen"),
-    [("1f1b", 4, range(2)), ("zbv", 8, range(5))],
-)
+@pytest.mark.parametrize(("schedule", "stages", "frozen"), [("1f1b", 4, range(2)), ("zbv", 8, range(5))])
 def test_frozen_first_stages_run_without_plans(
     workers: Workers, schedule: str, stages: int, frozen: Sequence[int]
 ) -> None:

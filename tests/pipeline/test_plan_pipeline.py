@@ -228,11 +228,7 @@ class Detached(planned_tasks.Net):
 @pytest.mark.parametrize(
     ("model", "schedule", "message"),
     [
-        (
-            net(frozen=(0,), embed=False),
-            "dataflow",
-            "stage 0 computes no gradients, so a dataflow",
-        ),
+        (net(frozen=(0,), embed=False), "dataflow", "stage 0 computes no gradients, so a dataflow"),
         (Detached(), "1f1b", "stage 3 computes no gradients, so nothing before it can be trained"),
     ],
 )

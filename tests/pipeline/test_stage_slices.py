@@ -219,11 +219,7 @@ def test_only_a_stage_that_recovers_its_input_inverts_to_it() -> None:
 
 
 def test_a_bias_gradient_is_made_where_its_bias_is() -> None:
-    forward: list[Row] = [
-        ("f", ("x", "w", "b"), ("y",)),
-        ("g", ("y", "v"), ("z",)),
-        ("l", ("z",), ("loss",)),
-    ]
+    forward: list[Row] = [("f", ("x", "w", "b"), ("y",)), ("g", ("y", "v"), ("z",)), ("l", ("z",), ("loss",))]
     backward: list[Row] = [
         ("dl", ("z",), ("dz",)),
         ("dg", ("dz", "y", "v"), ("dy", "dv")),

@@ -26,3 +26,8 @@ def _load(name: str, path: Path) -> ModuleType:
 def problems() -> ModuleType:
     """Makers of training problems."""
     return _load("planner_problems", HERE / "problems.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_moves_back() -> None:
+    """The planner's searches are tested as they are."""

@@ -18,10 +18,7 @@ def test_it_starts_after_the_bound_and_stops_immediately(problems):
     budget = int(0.7 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     compile_kernels()
     other = Search(graph, budget, seed=1)
-    with (
-        BoundThread(BoundSearch(graph, budget), Effort(0.0)) as proof,
-        SecondSearch(other, proof, 60.0, ()),
-    ):
+    with BoundThread(BoundSearch(graph, budget), Effort(0.0)) as proof, SecondSearch(other, proof, 60.0, ()):
         while other.best is None:
             time.sleep(0.05)
         began = time.process_time()
@@ -35,10 +32,7 @@ def test_it_does_not_start_while_the_bound_is_searched(problems):
     graph = problems.residual((3, 4, 6, 3))
     budget = int(0.5 * plan_from_runs(graph, [op.name for op in graph.ops], "base").estimate.peak)
     other = Search(graph, budget, seed=1)
-    with (
-        BoundThread(BoundSearch(graph, budget), Effort(30)) as proof,
-        SecondSearch(other, proof, 60.0, ()),
-    ):
+    with BoundThread(BoundSearch(graph, budget), Effort(30)) as proof, SecondSearch(other, proof, 60.0, ()):
         time.sleep(0.2)
         assert proof.working
     assert other.best is None

@@ -225,11 +225,7 @@ CASES |= {
     "leaky_relu_backward": (3, alike(A.leaky_relu_backward.default, 2, 0.1, False)),
     "elu_backward": (
         3,
-        lambda a, b, c: (
-            A.elu_backward.default,
-            (x0, 1.0, 1.0, 1.0, False, x1),
-            [d(a, b, c), d(a, b, c)],
-        ),
+        lambda a, b, c: (A.elu_backward.default, (x0, 1.0, 1.0, 1.0, False, x1), [d(a, b, c), d(a, b, c)]),
     ),
     "softplus_backward": (3, alike(A.softplus_backward.default, 2, 1.0, 20.0)),
     "hardtanh_backward": (3, alike(A.hardtanh_backward.default, 2, -1.0, 1.0)),
@@ -245,15 +241,9 @@ CASES |= {
     "new_full": (2, lambda a, b, c: (A.new_full.default, (x0, [a, b, c], 2.0), [d(a, b, c)])),
     "unbind": (2, lambda a, b, c: (A.unbind.int, (x0, 1), [d(a, b, c)])),
     "stack": (2, lambda a, b, c: (A.stack.default, ([x0, x1], 1), [d(a, b, c), d(a, b, c)])),
-    "select_backward": (
-        2,
-        lambda a, b, c: (A.select_backward.default, (x0, [a, b, c], 1, b - 1), [d(a, c)]),
-    ),
+    "select_backward": (2, lambda a, b, c: (A.select_backward.default, (x0, [a, b, c], 1, b - 1), [d(a, c)])),
     "glu": (2, lambda a, b, c: (A.glu.default, (x0,), [d(a, b, 2 * c)])),
-    "glu_backward": (
-        2,
-        lambda a, b, c: (A.glu_backward.default, (x0, x1, -1), [d(a, b, c), d(a, b, 2 * c)]),
-    ),
+    "glu_backward": (2, lambda a, b, c: (A.glu_backward.default, (x0, x1, -1), [d(a, b, c), d(a, b, 2 * c)])),
     "cumsum": (2, alike(A.cumsum.default, 1, 1)),
     "cumprod": (2, alike(A.cumprod.default, 1, -1)),
     "flip": (1, alike(A.flip.default, 1, [1, 2])),
@@ -267,10 +257,7 @@ CASES |= {
     "argmax": (2, alike(A.argmax.default, 1, 1)),
     "mean of all": (3, alike(A.mean.default, 1)),
     "var.correction": (2, lambda a, b, c: (A.var.correction, (x0, [1]), [d(a, b + 2, c)], {"correction": 1})),
-    "std.correction": (
-        2,
-        lambda a, b, c: (A.std.correction, (x0, [1]), [d(a, b + 2, c)], {"keepdim": True}),
-    ),
+    "std.correction": (2, lambda a, b, c: (A.std.correction, (x0, [1]), [d(a, b + 2, c)], {"keepdim": True})),
     "var_mean.correction": (2, lambda a, b, c: (A.var_mean.correction, (x0, [1]), [d(a, b + 2, c)])),
     "linalg_vector_norm": (2, alike(A.linalg_vector_norm.default, 1, 2, [1], True)),
     "gather": (
@@ -407,11 +394,7 @@ CASES |= {
         lambda a, b, c: (
             A.max_pool2d_with_indices_backward.default,
             (x0, x1, [2, 2], [2, 2], [0, 0], [1, 1], False, x2),
-            [
-                pooled(a, b, c),
-                x := image(a, b, c),
-                A.max_pool2d_with_indices(x, [2, 2], [2, 2])[1],
-            ],
+            [pooled(a, b, c), x := image(a, b, c), A.max_pool2d_with_indices(x, [2, 2], [2, 2])[1]],
         ),
     ),
     "upsample_nearest2d": upsampled(A.upsample_nearest2d.default),

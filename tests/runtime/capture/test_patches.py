@@ -262,10 +262,7 @@ def test_another_thread_has_its_autocast_cache() -> None:
 def test_another_thread_lays_out_recurrent_weights() -> None:
     flattened: list[int] = []
     layer = nn.LSTM(2, 2)
-    with (
-        patch.object(nn.RNNBase, "flatten_parameters", lambda self: flattened.append(1)),
-        native_kernels(),
-    ):
+    with patch.object(nn.RNNBase, "flatten_parameters", lambda self: flattened.append(1)), native_kernels():
         layer.flatten_parameters()
         assert flattened == []
         elsewhere(layer.flatten_parameters)

@@ -91,8 +91,7 @@ def of_a_number(_model: Telling, _x: Tensor, y: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [searched, parsed, printed_and_measured, stored, appended, returned, of_a_weight, of_a_number],
+    "body", [searched, parsed, printed_and_measured, stored, appended, returned, of_a_weight, of_a_number]
 )
 def test_texts_of_unknown_values_that_may_decide_are_refused(body: Body) -> None:
     with pytest.raises(ModelError, match="reads values of tensors"):

@@ -171,10 +171,7 @@ def test_every_style_of_coupling_is_found_and_has_the_eager_gradients(name: str)
     assert held[1] <= 1.05 * held[0]  # what is held does not grow with the depth
 
 
-@pytest.mark.parametrize(
-    ("name", "dynamo"),
-    [("chunks", False), ("columns", True), ("every_other", True)],
-)
+@pytest.mark.parametrize(("name", "dynamo"), [("chunks", False), ("columns", True), ("every_other", True)])
 def test_they_are_found_in_onnx_files_too(name: str, dynamo: bool, tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     torch.manual_seed(0)

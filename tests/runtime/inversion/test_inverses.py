@@ -8,15 +8,7 @@ import copy
 import pytest
 import torch
 from planned_steps import PlannedStep, bound, run_once, verify
-from reversed_steps import (
-    Functions,
-    MeanSquare,
-    activations,
-    gradient_error,
-    pairs,
-    priced,
-    reversed_step,
-)
+from reversed_steps import Functions, MeanSquare, activations, gradient_error, pairs, priced, reversed_step
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -391,8 +383,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("stream", "low", "most"),
-    [(torch.float32, torch.bfloat16, 2e-2), (torch.float64, torch.float32, 1e-6)],
+    ("stream", "low", "most"), [(torch.float32, torch.bfloat16, 2e-2), (torch.float64, torch.float32, 1e-6)]
 )
 def test_finer_streams_under_a_coarser_compute(stream: torch.dtype, low: torch.dtype, most: float) -> None:
     torch.manual_seed(0)

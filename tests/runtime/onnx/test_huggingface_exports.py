@@ -95,11 +95,7 @@ EAGER_ATTENTION = {("swin", "dynamo"), ("t5", "dynamo")}  # torch's exporter bre
 SCRIPT = {"dynamo": False, "opset_version": 17}
 EXPORTS = {
     "script": SCRIPT,
-    "script-train": {
-        **SCRIPT,
-        "training": torch.onnx.TrainingMode.TRAINING,
-        "do_constant_folding": False,
-    },
+    "script-train": {**SCRIPT, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False},
     **{f"dynamo-{v}": {"dynamo": True, "opset_version": v} for v in (18, 19, 20)},
 }
 CASES = [

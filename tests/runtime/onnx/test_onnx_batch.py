@@ -65,11 +65,7 @@ class Recurrent(nn.Module):
         return self.head(y[-1])
 
 
-NETS = {
-    "attention": (Attention, (4, 8)),
-    "recurrent": (Recurrent, (5, 6)),
-    "windows": (Windows, (3, 4, 4)),
-}
+NETS = {"attention": (Attention, (4, 8)), "recurrent": (Recurrent, (5, 6)), "windows": (Windows, (3, 4, 4))}
 EXPORTS = {"script": {"dynamo": False, "opset_version": 17}, "dynamo": {"dynamo": True, "opset_version": 18}}
 SYMBOLIC = {"dynamic_axes": {"x": {0: "n"}}, "dynamo": False, "opset_version": 17}
 

@@ -148,10 +148,7 @@ def test_a_bias_is_not_added_once_a_part() -> None:
 
 
 def test_a_mean_along_the_axis_is_a_sum_over_parts() -> None:
-    for step in (
-        step_of(A.mean.dim, (x0, [0]), [d(4, 6)]),
-        step_of(A.sum.dim_IntList, (x0, [0]), [d(4, 6)]),
-    ):
+    for step in (step_of(A.mean.dim, (x0, [0]), [d(4, 6)]), step_of(A.sum.dim_IntList, (x0, [0]), [d(4, 6)])):
         assert states_of(step, step.calls[0], {"x0": AxisSpan(0, 0)}, 4) == {"x0": AxisSpan(0, 0), "y0": SUM}
 
 
