@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,23 +51,14 @@ def check_state_returns(
     State that is set once, like a table, passes if ``again`` can trace a second call. All state is restored."""
     place_of = partial(_place_of, state, [part for part, _ in model.named_modules()])
     read = sorted(one for one in changes.moving if place_of(*one) not in kwargs.get(STATE, ()))
-
-    def check_next_call() -> None:
-        try:
-            for _ in eager_forwards(model, forward, args, kwargs, 1):
-                # One of these modes copies what ops write, but a trace writes into no memory.
-                with disable_current_modes():
-                    again()
-        finally:
-            state.restore()
-
+    forwards = partial(eager_forwards, model, forward, args, kwargs)
     if not read:
         if changes.filled:
-            check_next_call()
+            _check_next_call(forwards, again, state)
         return
     seen, replaced = [_values(state, read)], set[tuple[int, str]]()
     try:
-        for failed in eager_forwards(model, forward, args, kwargs, MOST_STATES):
+        for failed in forwards(MOST_STATES):
             now = _values(state, read)
             replaced = {one for one in read if _is_replaced(state.namespaces[one[0]], one[1])}
             if failed or any(all(map(same, now, before)) for before in seen):
@@ -88,7 +79,7 @@ def check_state_returns(
     passed = bool(moving) and replaced.issuperset(moving) and None not in last[1] and last[0] == last[1]
     if all(value is _ABSENT for value in seen[0]):
         try:
-            check_next_call()
+            _check_next_call(forwards, again, state)
         except ModelError:
             if not passed:
                 raise
@@ -97,6 +88,19 @@ def check_state_returns(
     if passed:
         raise MovingTensors(message, frozenset(places))
     raise ModelError(message)
+
+
+def _check_next_call(
+    forwards: Callable[[int], Iterable[object]], again: Callable[[], object], state: PythonState
+) -> None:
+    """Run one forward in eager mode, and let ``again`` trace the next one. The state is restored."""
+    try:
+        for _ in forwards(1):
+            # One of these modes copies what ops write, but a trace writes into no memory.
+            with disable_current_modes():
+                again()
+    finally:
+        state.restore()
 
 
 def _place_of(state: PythonState, modules: Sequence[str], at: int, name: str) -> Place:
