@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rematplan.runtime.graph.compat import OptimizedModule
+from rematplan.runtime.capture.capture import compiled_modules
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.module_state import HOOKS
 
@@ -28,17 +28,6 @@ def warn_of_hooks(model: nn.Module, name: str) -> None:
             f"{name} has hooks on {', '.join(names[:3])}{' and others' * (len(names) > 3)}: they run only "
             f"when a step is planned; what they compute is part of the plan, other effects happen only then"
         )
-
-
-def compiled_modules(model: nn.Module) -> list[str]:
-    """Return the names of compiled modules in ``model``, and its class's name if it is an `OptimizedModule`. If it was
-    compiled in place, only its call is: a plan replaces the forward that this calls."""
-    return [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, OptimizedModule)
-        or (module is not model and module._compiled_call_impl is not None)
-    ]
 
 
 def warn_of_compiled_code(model: nn.Module, name: str) -> None:

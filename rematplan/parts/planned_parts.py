@@ -23,7 +23,6 @@ from rematplan.ir import (
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
-from rematplan.module.forward_warnings import compiled_modules
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
 from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
@@ -38,6 +37,7 @@ from rematplan.plans.on_infeasible import reaction
 from rematplan.plans.options import RAISE, PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.runtime import guards
+from rematplan.runtime.capture.capture import compiled_modules
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
 from rematplan.runtime.capture.hidden_tensors import hides_tensors
 from rematplan.runtime.execute.compile import named_tensors, tensors_in_step

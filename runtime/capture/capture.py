@@ -11,6 +11,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
+from rematplan.runtime.graph.compat import OptimizedModule
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 
@@ -46,6 +47,17 @@ def check_traceable(module: nn.Module) -> None:
         )
     if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ModelError(f"{name} has parameters whose shape is not known yet; call it once before planning")
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of compiled modules in ``model``, and its class's name if it is an `OptimizedModule`. If it was
+    compiled in place, only its call is: a plan replaces the forward that this calls."""
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, OptimizedModule)
+        or (module is not model and module._compiled_call_impl is not None)
+    ]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rematplan.runtime.capture.capture import check_traceable
+from rematplan.ir import ModelError
+from rematplan.runtime.capture.capture import check_traceable, compiled_modules
 from rematplan.runtime.graph.compat import FakeTensor, FakeTensorMode
 
 CPU = torch.device("cpu")
@@ -41,11 +42,15 @@ def without_data(
 ) -> tuple[nn.Module, tuple[torch.Tensor, ...], FakeTensorMode]:
     """Return the module that ``make`` creates and the batch that ``inputs`` creates, both with fake tensors (shapes and
     types without memory) on ``device``, and their fake mode. Raises `ModelError` for a module that cannot be traced
-    (`check_traceable`)."""
+    (`check_traceable`), and for compiled modules."""
     mode = FakeTensorMode()
     with shapes_only():
         module = make()
     check_traceable(module)
+    if compiled := compiled_modules(module):
+        raise ModelError(
+            f"{compiled[0]} is compiled, so it needs data; return the model before torch.compile"
+        )
     empty(module, mode, device)
     with mode:
         return module, tuple(x.to(device) for x in inputs()), mode

@@ -89,12 +89,12 @@ def _read(file: Path) -> dict[str, Measured]:
 
 
 def _write(file: Path, known: _Content) -> None:
-    """Write all entries to the file now. Note in ``known`` that nothing is unsaved, the file's stamp, and when the next
-    write is due."""
+    """Write all entries to the file now. Note in ``known`` the file's stamp, when the next write is due, and, if the
+    file was written, that nothing is unsaved."""
     began = time.monotonic()
     rows = {k: one if isinstance(one, bool) else one.to_row() for k, one in known.entries.items()}
-    write_cached(file, json.dumps(rows))
-    known.unsaved.clear()
+    if write_cached(file, json.dumps(rows)):
+        known.unsaved.clear()
     known.stamp = _stamp(file)
     ended = time.monotonic()
     known.due = ended + SHARE * (ended - began)

@@ -90,10 +90,26 @@ def _exp(x: float) -> float:
     return math.exp(min(x, 700.0)) if x < 700 else math.inf
 
 
+def _option(call: Call, at: int, name: str, default: float) -> float:
+    """Return an argument that may be the one number ``at`` or have its name."""
+    return float(call.args[at] if len(call.args) > at else call.kwargs.get(name, default))
+
+
+def _copied(call: Call, of: Callable[[Any], Range]) -> Range:
+    """Return the range of a copy: its ends are rounded like its elements. A copy to integers cuts fractions off, and
+    what is too large for the type becomes any number."""
+    x, dtype = of(call.args[0]), call.kwargs.get("dtype")
+    if dtype is None:
+        return x
+    if not dtype.is_floating_point:
+        return Range()
+    return x.of(*torch.tensor([x.low, x.high], dtype=torch.float64).to(dtype).tolist())
+
+
 def _sum(sign: int) -> Row:
     def row(call: Call, of: Callable[[Any], Range]) -> Range:
         a, b = of(call.args[0]), of(call.args[1])
-        by = sign * call.kwargs.get("alpha", 1)
+        by = sign * _option(call, 2, "alpha", 1)
         ends = (a.low + by * b.low, a.low + by * b.high, a.high + by * b.low, a.high + by * b.high)
         return Range(lasting=a.lasting and b.lasting).of(*ends)
 
@@ -132,8 +148,8 @@ ROWS: Mapping[Any, Row] = {
     aten.erf: _within(-1, 1),
     aten.sin: _within(-1, 1),
     aten.cos: _within(-1, 1),
-    aten.softplus: _within(0, math.inf),
-    aten.hardtanh: lambda call, of: Range(*(call.args[1:3] if len(call.args) == 3 else (-1.0, 1.0))),
+    aten.softplus: lambda call, of: Range(0 if _option(call, 1, "beta", 1) > 0 else -math.inf),
+    aten.hardtanh: lambda call, of: Range(_option(call, 1, "min_val", -1), _option(call, 2, "max_val", 1)),
     aten.clamp: _clamped,
     aten.clamp_min: _clamped,
     aten.relu: _rising(lambda x: max(x, 0.0)),
@@ -145,6 +161,6 @@ ROWS: Mapping[Any, Row] = {
     aten.mul: _product,
     aten.div: _quotient,
     aten.clone: lambda call, of: of(call.args[0]),
-    aten._to_copy: lambda call, of: of(call.args[0]),
+    aten._to_copy: _copied,
 }
 """How to derive the range of a result from those of the arguments, by ATen op."""

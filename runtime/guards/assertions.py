@@ -78,7 +78,9 @@ class SpeculatedAssertions:
             if len(raising) != 1:
                 raise reason
             error = ends[raising[0]][0]
-            self.known.append(Assertion(not raising[0], type(error).__name__, str(error)))
+            assert error is not None
+            text = str(error.args[0]) if len(error.args) == 1 else str(error)  # a KeyError's has quotes
+            self.known.append(Assertion(not raising[0], type(error).__name__, text))
             reason, self.asked = ends[not raising[0]]  # the next trace would end there, too
 
     def _end(self, outcome: bool, trace: Callable[[], object]) -> tuple[Exception | None, int]:

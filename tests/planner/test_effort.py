@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
+import problems
 import pytest
 
+from rematplan.planner.annealing.annealing_search import Search
+from rematplan.planner.auto.smallest_peak_search import find_smallest_peak
 from rematplan.planner.core import effort as module
 from rematplan.planner.core.effort import Effort
+from rematplan.planner.core.strategy import Enough
 
 
 def work(seconds: float) -> None:
@@ -77,3 +82,17 @@ def test_a_search_can_be_extended_from_another_thread() -> None:
     effort.charge(moves=9)
     effort.extend(5)
     assert effort.left == 5
+
+
+def test_no_search_follows_one_that_an_interrupt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[Effort]()
+
+    def run(_self: Search, _starts: Sequence[Sequence[str]], effort: Effort) -> None:
+        effort.interrupt(Enough())
+        ended.append(effort)
+
+    monkeypatch.setattr(Search, "run", run)
+    effort = Effort(moves=20_000)
+    find_smallest_peak(problems.unet(3), effort)
+    assert len(ended) == 1
+    assert effort.interrupted

@@ -416,20 +416,6 @@ def test_an_interrupt_before_any_plan_fits_is_raised_again(
         Auto(moves=300_000, reuse=False).plan(graph, min_peak_bound(graph).bytes, progress)
 
 
-def test_no_search_follows_one_that_an_interrupt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = list[Effort]()
-
-    def run(_self: Search, _starts: Sequence[Sequence[str]], effort: Effort) -> None:
-        effort.interrupt(Enough())
-        ended.append(effort)
-
-    monkeypatch.setattr(Search, "run", run)
-    effort = Effort(moves=20_000)
-    find_smallest_peak(problems.unet(3), effort)
-    assert len(ended) == 1
-    assert effort.interrupted
-
-
 def test_an_interrupt_between_the_searches_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(min_budget_plan, "plan_by_eviction", Mock(side_effect=KeyboardInterrupt))
     graph = problems.unet(3)

@@ -315,11 +315,15 @@ def mod(node: Node, a: Tensor, b: Tensor) -> Tensor:
 
 @op("BitShift", 11, 28)
 def bit_shift(node: Node, a: Tensor, b: Tensor) -> Tensor:
-    """Run ONNX BitShift: shift unsigned integers ``a`` by ``b`` bits, left or right by the attribute ``direction``."""
-    shift = (
-        torch.bitwise_left_shift if text(node, "direction", "LEFT") == "LEFT" else torch.bitwise_right_shift
-    )
-    return shift(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)
+    """Run ONNX BitShift: shift integers ``a`` by ``b`` bits, left or right by the attribute ``direction``."""
+    whole, by = a.to(torch.int64), b.to(torch.int64)
+    if text(node, "direction", "LEFT") == "LEFT":
+        return (whole << by).to(a.dtype)
+    if a.dtype != torch.uint64:
+        return (whole >> by).to(a.dtype)
+    # Shifts of int64 repeat the highest bit. So the first one clears it.
+    halved = (whole >> 1) & torch.iinfo(torch.int64).max
+    return torch.where(by > 0, halved >> (by - 1).clamp(min=0), whole).to(a.dtype)
 
 
 @op("Where", 9, 16, scalars=True)

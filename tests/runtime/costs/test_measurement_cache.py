@@ -19,6 +19,13 @@ def test_costs_are_read_as_they_were_saved(tmp_path: Path, monkeypatch: pytest.M
     assert load(tmp_path / "profile.json", CallCost) == COSTS
 
 
+def test_costs_are_known_though_the_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("no folder")
+    for found in COSTS.items():
+        save(tmp_path / "folder" / "profile.json", dict([found]))
+    assert load(tmp_path / "folder" / "profile.json", CallCost) == COSTS
+
+
 def test_a_file_is_read_again_only_when_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,8 @@ SCALES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "one plus tanh": (lambda s, p: 1 + s.tanh(), False),
     "itself": (lambda s, p: s, False),
     "relu": (lambda s, p: s.relu() + 0.0001, False),
+    "softplus that falls": (lambda s, p: (functional.softplus(s, -1.0) + 1).clamp(max=4), False),
+    "zero or one": (lambda s, p: (s.sigmoid() + 0.5).int(), False),
     "exp of sums": (lambda s, p: (s.tanh() * 9).exp(), False),
 }
 """Scales of a coupling, and whether they are inverted."""

@@ -226,6 +226,12 @@ def test_an_exclusive_sum_keeps_the_digits_of_small_elements(reverse, wanted):
     assert summed(np.zeros((2, 0), np.float32), 1).shape == (2, 0)
 
 
+@pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
+def test_large_unsigned_integers_are_shifted_without_a_sign(direction):
+    numbers = np.array([2**63 + 8, 2**63 + 8, 2**64 - 1, 5], np.uint64)
+    against_reference("BitShift", numbers, np.array([0, 1, 63, 1], np.uint64), direction=direction)
+
+
 def test_average_over_dilated_windows():
     shared = {"kernel_shape": [2, 2], "dilations": [2, 2], "pads": [1, 0, 1, 1]}
     against_reference("AveragePool", noise(1, 2, 8, 8), count_include_pad=1, **shared)
