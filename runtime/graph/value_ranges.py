@@ -53,16 +53,20 @@ class Ranges:
         """Return the range of a number, or of a value by its `Ref`; unbounded if no rule applies. ``depth``: the number
         of calls that may be followed, beyond which the range is unbounded."""
         if not isinstance(value, Ref):
-            return Range(float(value), float(value))
-        tensor = self.known(value.value)
-        if tensor is not None and tensor.numel() and not tensor.is_complex():
+            return Range() if isinstance(value, complex) else Range(float(value), float(value))
+        fake, tensor = self.step.values[value.value].fake, self.known(value.value)
+        if fake.is_complex():
+            return Range()
+        if tensor is not None and tensor.numel():
             low, high = (float(end) for end in torch.aminmax(tensor.double()))
             return Range(low, high, value.value in self.step.constants).of(low, high)
         call = self.step.call.get(self.step.values[value.value].call or "")
         if call is None or not depth:
             return Range()
         if call.is_view:
-            return self(call.args[0], depth - 1)
+            of = call.args[0]  # its bits may be read as another type
+            same = self.step.values[of.value].fake.dtype == fake.dtype
+            return self(of, depth - 1) if same else Range()
         row = ROWS.get(getattr(call.target, "overloadpacket", None))
         return row(call, lambda v: self(v, depth - 1)) if row else Range()
 

@@ -40,6 +40,7 @@ SCALES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "itself": (lambda s, p: s, False),
     "relu": (lambda s, p: s.relu() + 0.0001, False),
     "softplus that falls": (lambda s, p: (functional.softplus(s, -1.0) + 1).clamp(max=4), False),
+    "bits of another type": (lambda s, p: 2 + s.detach().tanh().view(torch.int64) * 4e-19, False),
     "zero or one": (lambda s, p: (s.sigmoid() + 0.5).int(), False),
     "exp of sums": (lambda s, p: (s.tanh() * 9).exp(), False),
 }
