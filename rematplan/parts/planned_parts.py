@@ -239,9 +239,8 @@ class PlannedParts:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
         `ModelError` if no part is left, or a stated one is unfit."""
         model, unfit, rehearsal = original.model, self.unfit, None
-        if compiled := compiled_modules(
-            model
-        ):  # its code would have the forwards from before a part is planned
+        # Compiled code would have the forwards from before a part is planned.
+        if compiled := compiled_modules(model):
             why = f"{compiled[0]} is compiled; plan the model before torch.compile"
             raise ModelError(why if self.error is None else f"{self.error}; nor in parts: {why}")
         self.parts = {name: part for name, part in self.find(model).items() if name not in unfit}
