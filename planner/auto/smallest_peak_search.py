@@ -73,9 +73,11 @@ class PeakSearchOptions:
     machine makes 100,000 to 190,000 per second in one thread."""
     stage_gain: float = 1e-4
     """A stage that lowers the peak by less than this share of it counts as one without gain."""
-    stale_stages: int = 4
-    """The stages end after so many in a row without gain: after at least 150,000 moves. With 2, after 30,000, small
-    GPTs of two and three blocks ended at 1.059 and 1.060 of the proven least, with 4 at 1.042 and 1.036."""
+    stale_stages: int = 2
+    """The stages end after so many in a row without gain, but not before ``fewest_moves``."""
+    fewest_moves: int = 300_000
+    """The moves of all stages together before which none is the last, unless the limit is reached. With 30,000, small
+    GPTs of two and three blocks ended at 1.059 and 1.060 of the proven least, with 300,000 at 1.042 and 1.036."""
 
 
 PEAK_SEARCH = PeakSearchOptions()
@@ -109,7 +111,8 @@ def find_smallest_peak_in_stages(
     limit = math.inf if effort.moves else seconds
     blocks, stale, least = _lean_starts(graph, Effort(), Effort(seconds), progress, enough), 0, None
     # So a search with the same starts finds the same plan, and a longer one no larger peak.
-    while least is None or (left >= moves and stale < PEAK_SEARCH.stale_stages):
+    fewest = left - PEAK_SEARCH.fewest_moves
+    while least is None or (left >= moves and (left > fewest or stale < PEAK_SEARCH.stale_stages)):
         stage = Effort(limit, moves, ended=ended)
         known = starts if least is None else [*starts, least]
         found = search(stage, known, blocks=blocks)
