@@ -15,7 +15,7 @@ from rematplan.module.forward_capture import Original
 from rematplan.module.plan_access import HasRunner, Planning
 from rematplan.module.runner import Runner
 from rematplan.runtime.capture.capture import check_traceable
-from rematplan.runtime.graph.compat import disable_dynamo
+from rematplan.runtime.graph.compat import disable_dynamo, is_compiled_in_place
 
 
 def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
@@ -30,7 +30,7 @@ def planned_module(model: nn.Module, runner: Runner) -> nn.Module:
                 f"to plan it again"
             )
         model = model._rematplan_model()
-    elif model._compiled_call_impl is not None:
+    elif is_compiled_in_place(model):
         raise ModelError(
             f"{type(model).__name__} was compiled in place, and its calls would not reach a plan; plan it before "
             f"compile(), or in place (rematplan.apply)"

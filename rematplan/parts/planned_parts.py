@@ -118,7 +118,7 @@ class PlannedParts:
         every = {**dict.fromkeys(self._new(self.last.plan.rehearsed)), **planned}
         modules = dict(model.named_modules())
         forwards: dict[nn.Module, Callable[..., Any]] = {}
-        patches = Patches(forwards)
+        patches = Patches(forwards)  # filled below, since each of its functions needs it
         forwards |= {
             part: partial(self._run, runner, name, Original(part, part.forward), ran, patches)
             for name, runner in every.items()

@@ -11,7 +11,7 @@ from rematplan.ir import ModelError
 from rematplan.runtime.capture.joint_trace import TraceRequest, trace_joint_graph
 from rematplan.runtime.capture.read_fx import finished
 from rematplan.runtime.graph.captured_step import CapturedStep
-from rematplan.runtime.graph.compat import OptimizedModule
+from rematplan.runtime.graph.compat import OptimizedModule, is_compiled_in_place
 from rematplan.runtime.guards.decisions_by_values import ValueGuardRecorder
 
 
@@ -55,8 +55,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if isinstance(module, OptimizedModule)
-        or (module is not model and module._compiled_call_impl is not None)
+        if isinstance(module, OptimizedModule) or (module is not model and is_compiled_in_place(module))
     ]
 
 

@@ -111,6 +111,12 @@ class Call:
         """The names of the tensors among its results, in order."""
         return tuple(name for name in self.results if name)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a call of an ATen op by the names in the op's schema, defaults included."""
+        schema = self.target._schema.arguments  # type: ignore[attr-defined]
+        named = {a.name: self.kwargs.get(a.name, a.default_value) for a in schema}
+        return named | {a.name: value for a, value in zip(schema, self.args, strict=False)}
+
     @property
     def collective(self) -> bool:
         """Whether the call communicates with other processes. Waiting for its result is a separate call (`waits`)."""

@@ -233,6 +233,7 @@ tritons_calls_wrapped = (triton_ops, _name_in(triton_ops, "is_wrap_triton_enable
 """The module and the name of the function that says whether `torch.library.wrap_triton` records an operator."""
 _name_in(forward_ad, "_current_level")
 _name_in(parametrize, "_cache_enabled")
+_name_in(torch.nn.Module, "_compiled_call_impl")
 _name_in(DistributedDataParallel, "_active_ddp_module")
 
 
@@ -250,6 +251,11 @@ def any_mode() -> bool:
 def parametrizations_are_cached() -> bool:
     """Return whether the caller is inside a `torch.nn.utils.parametrize.cached` block."""
     return bool(parametrize._cache_enabled)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Return whether calls of a module run code that `torch.nn.Module.compile` made."""
+    return module._compiled_call_impl is not None
 
 
 def replicating() -> DistributedDataParallel | None:

@@ -91,18 +91,16 @@ def _rising(f: Callable[[float], float]) -> Row:
 
 
 def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0)) if x < 700 else math.inf
-
-
-def _option(call: Call, at: int, name: str, default: float) -> float:
-    """Return an argument that may be the one number ``at`` or have its name."""
-    return float(call.args[at] if len(call.args) > at else call.kwargs.get(name, default))
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def _copied(call: Call, of: Callable[[Any], Range]) -> Range:
     """Return the range of a copy: its ends are rounded like its elements. A copy to integers cuts fractions off, and
     what is too large for the type becomes any number."""
-    x, dtype = of(call.args[0]), call.kwargs.get("dtype")
+    x, dtype = of(call.args[0]), call.arguments()["dtype"]
     if dtype is None:
         return x
     if not dtype.is_floating_point:
@@ -113,7 +111,7 @@ def _copied(call: Call, of: Callable[[Any], Range]) -> Range:
 def _sum(sign: int) -> Row:
     def row(call: Call, of: Callable[[Any], Range]) -> Range:
         a, b = of(call.args[0]), of(call.args[1])
-        by = sign * _option(call, 2, "alpha", 1)
+        by = sign * call.arguments()["alpha"]
         ends = (a.low + by * b.low, a.low + by * b.high, a.high + by * b.low, a.high + by * b.high)
         return Range(lasting=a.lasting and b.lasting).of(*ends)
 
@@ -128,16 +126,15 @@ def _product(call: Call, of: Callable[[Any], Range]) -> Range:
 
 def _quotient(call: Call, of: Callable[[Any], Range]) -> Range:
     a, b = of(call.args[0]), of(call.args[1])
-    if b.low <= 0 <= b.high or call.kwargs.get("rounding_mode"):
+    if b.low <= 0 <= b.high or call.arguments().get("rounding_mode"):
         return Range()
     ends = (x / y for x in (a.low, a.high) for y in (b.low, b.high))
     return Range(lasting=a.lasting and b.lasting).of(*ends)
 
 
 def _clamped(call: Call, of: Callable[[Any], Range]) -> Range:
-    x = of(call.args[0])
-    limits = [*call.args[1:], None, None]
-    low, high = call.kwargs.get("min", limits[0]), call.kwargs.get("max", limits[1])
+    x, limits = of(call.args[0]), call.arguments()
+    low, high = limits["min"], limits.get("max")
     if isinstance(low, Ref) or isinstance(high, Ref):
         return Range()
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
@@ -152,8 +149,8 @@ ROWS: Mapping[Any, Row] = {
     aten.erf: _within(-1, 1),
     aten.sin: _within(-1, 1),
     aten.cos: _within(-1, 1),
-    aten.softplus: lambda call, of: Range(0 if _option(call, 1, "beta", 1) > 0 else -math.inf),
-    aten.hardtanh: lambda call, of: Range(_option(call, 1, "min_val", -1), _option(call, 2, "max_val", 1)),
+    aten.softplus: lambda call, of: Range(0 if call.arguments()["beta"] > 0 else -math.inf),
+    aten.hardtanh: lambda call, of: Range(call.arguments()["min_val"], call.arguments()["max_val"]),
     aten.clamp: _clamped,
     aten.clamp_min: _clamped,
     aten.relu: _rising(lambda x: max(x, 0.0)),

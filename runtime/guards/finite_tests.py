@@ -117,9 +117,11 @@ def _count(value: Any, *_: Any) -> int | None:
 
 _OF_TESTS: Mapping[Any, Callable[..., Any]] = {
     ATEN.mul: operator.mul,
-    ATEN.add: operator.add,
-    **dict.fromkeys((ATEN.logical_and, ATEN.bitwise_and, ATEN.bitwise_and_), operator.and_),
-    **dict.fromkeys((ATEN.logical_or, ATEN.bitwise_or, ATEN.bitwise_or_), operator.or_),
+    ATEN.add: lambda a, b, *alpha: None if alpha else a + b,
+    ATEN.logical_and: lambda a, b: bool(a and b),
+    ATEN.logical_or: lambda a, b: bool(a or b),
+    **dict.fromkeys((ATEN.bitwise_and, ATEN.bitwise_and_), operator.and_),
+    **dict.fromkeys((ATEN.bitwise_or, ATEN.bitwise_or_), operator.or_),
     **dict.fromkeys((ATEN.logical_not, ATEN.bitwise_not), operator.not_),
     **dict.fromkeys((ATEN.all, ATEN.any, ATEN.max, ATEN.min, ATEN.amax, ATEN.amin), _first),
     **dict.fromkeys((ATEN.view, ATEN._unsafe_view, ATEN.detach, ATEN.clone, ATEN._to_copy), _first),

@@ -10,7 +10,7 @@ from rematplan.runtime.inversion.row_types import Facts, Found, Undone, fits, re
 
 def copied(call: Call, facts: Facts) -> Found:
     """Yield the rule for a copy: copy the result. Nothing if the copy loses precision, or changes device or shape."""
-    x, y = facts.arguments(call)["self"], result(call, facts)
+    x, y = call.arguments()["self"], result(call, facts)
     if not isinstance(x, Ref):
         return
     a, b = facts.value(x).fake, y.fake
@@ -20,7 +20,7 @@ def copied(call: Call, facts: Facts) -> Found:
 
 def concatenated(call: Call, facts: Facts) -> Found:
     """Yield a rule for each argument of a concatenation that has the result's type: copy its slice of the result."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     start = 0
     for x in arguments["tensors"]:
         fake = facts.value(x).fake
@@ -34,7 +34,7 @@ def concatenated(call: Call, facts: Facts) -> Found:
 
 def stacked(call: Call, facts: Facts) -> Found:
     """Yield a rule for each argument of a stack that has the result's type: copy its entry of the result."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     for index, x in enumerate(arguments["tensors"]):
         if facts.value(x).fake.dtype == y.fake.dtype:
             yield Undone(x.value, (y.name,), "select", (arguments["dim"], index), exact=True)
@@ -42,7 +42,7 @@ def stacked(call: Call, facts: Facts) -> Found:
 
 def padded(call: Call, facts: Facts) -> Found:
     """Yield the rule for a padding: copy the result without it. Nothing if a padding is negative, since that crops."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     x, pad = arguments["self"], arguments["pad"]
     if all(p >= 0 for p in pad):
         fake = facts.value(x).fake
@@ -53,7 +53,7 @@ def padded(call: Call, facts: Facts) -> Found:
 
 def scattered(call: Call, facts: Facts) -> Found:
     """Yield the rule for the source of a slice scatter: copy the slice of the result that it was written into."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     whole = y.fake.shape[arguments["dim"]]
     start = 0 if arguments["start"] is None else arguments["start"]
     end = whole if arguments["end"] is None else min(arguments["end"], whole)
@@ -68,20 +68,20 @@ def scattered(call: Call, facts: Facts) -> Found:
 
 def rolled(call: Call, facts: Facts) -> Found:
     """Yield the rule that recomputes the argument of a roll: roll the result by the opposite shifts."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     back = tuple(-s for s in arguments["shifts"])
     yield Undone(arguments["self"].value, (y.name,), "roll", (back, tuple(arguments["dims"])), exact=True)
 
 
 def flipped(call: Call, facts: Facts) -> Found:
     """Yield the rule that recomputes the argument of a flip: flip the result along the same dimensions."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     yield Undone(arguments["self"].value, (y.name,), "flip", (tuple(arguments["dims"]),), exact=True)
 
 
 def shuffled(call: Call, facts: Facts) -> Found:
     """Yield the rule that recomputes the argument of a pixel shuffle: unshuffle the result."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     yield Undone(
         arguments["self"].value, (y.name,), "pixel_unshuffle", (arguments["upscale_factor"],), exact=True
     )
@@ -90,7 +90,7 @@ def shuffled(call: Call, facts: Facts) -> Found:
 def picked(call: Call, facts: Facts) -> Found:
     """Yield the rule for an index of one dimension by a permutation that is known before the step runs: reorder the
     result. Nothing for any other index."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     x = arguments["self"]
     at = (
         {arguments["dim"]: arguments["index"]}

@@ -46,7 +46,7 @@ def _sum(sign: int) -> Row:
     """Return the row for y = self + ``sign`` · alpha · other, where other is a tensor or a number."""
 
     def row(call: Call, facts: Facts) -> Found:
-        arguments = facts.arguments(call)
+        arguments = call.arguments()
         return _added(call, facts, arguments["self"], arguments["other"], sign, arguments.get("alpha", 1))
 
     return row
@@ -83,7 +83,7 @@ def _fused(kernel: str, *names: str) -> Row:
     def row(call: Call, facts: Facts) -> Found:
         """Yield the rule that recovers ``self`` from the result, or `Refused` if its factor ``beta`` is near zero;
         nothing if shapes or types differ."""
-        arguments, y = facts.arguments(call), result(call, facts)
+        arguments, y = call.arguments(), result(call, facts)
         x, beta, factor = (
             arguments["self"],
             arguments.get("beta", 1),
@@ -104,7 +104,7 @@ def _fused(kernel: str, *names: str) -> Row:
 def _between(call: Call, facts: Facts) -> Found:
     """Yield the rules for both ends of y = self + weight · (end − self) if the weight is known before the step runs. An
     end whose share comes close to zero is refused."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     start, end, weight = arguments["self"], arguments["end"], arguments["weight"]
     known = (
         facts.known(weight.value) if isinstance(weight, Ref) else torch.tensor(weight, dtype=torch.float64)
@@ -140,7 +140,7 @@ def _broadcast_part(x: Any, y: Value, facts: Facts) -> bool:
 
 def _reflected(call: Call, facts: Facts) -> Found:
     """Yield the rules that undo y = other − alpha · self, also for a tensor ``other``, if alpha is not near zero."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     x, other, alpha = arguments["self"], arguments["other"], arguments["alpha"]
     if isinstance(other, Ref):
         yield from _added(call, facts, other, x, -1, alpha)
@@ -156,14 +156,14 @@ def _gain_of_term(x: Ref, facts: Facts) -> float:
 
 
 def _product(call: Call, facts: Facts) -> Found:
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     for x, factor in ((arguments["self"], arguments["other"]), (arguments["other"], arguments["self"])):
         if fits(x, y, facts):
             yield from _scaled(x, factor, y, "divide", facts)
 
 
 def _quotient(call: Call, facts: Facts) -> Found:
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     if arguments.get("rounding_mode") is None and fits(arguments["self"], y, facts):
         yield from _scaled(arguments["self"], arguments["other"], y, "multiply", facts)
 
@@ -232,7 +232,7 @@ def _unary(kernel: str, exact: bool = False) -> Row:
     """Return the row for an op y = f(self) that ``kernel`` undoes from y alone."""
 
     def row(call: Call, facts: Facts) -> Found:
-        x, y = facts.arguments(call)["self"], result(call, facts)
+        x, y = call.arguments()["self"], result(call, facts)
         if fits(x, y, facts):
             yield Undone(x.value, (y.name,), kernel, (), exact=exact)
 
@@ -240,7 +240,7 @@ def _unary(kernel: str, exact: bool = False) -> Row:
 
 
 def _leaky_relu(call: Call, facts: Facts) -> Found:
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     x, slope = arguments["self"], arguments["negative_slope"]
     if fits(x, y, facts):
         if slope >= LEAST_SCALE:
@@ -250,7 +250,7 @@ def _leaky_relu(call: Call, facts: Facts) -> Found:
 
 
 def _elu(call: Call, facts: Facts) -> Found:
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     constants = tuple(arguments[name] for name in ("alpha", "scale", "input_scale"))
     if fits(arguments["self"], y, facts) and min(constants) >= LEAST_SCALE:
         yield Undone(arguments["self"].value, (y.name,), "elu", constants, STEEP)
@@ -259,7 +259,7 @@ def _elu(call: Call, facts: Facts) -> Found:
 def _prelu(call: Call, facts: Facts) -> Found:
     """Yield the rule for the input of a PReLU with known slopes, or `Refused` if a slope is below `LEAST_SCALE`;
     nothing for unknown slopes."""
-    arguments, y = facts.arguments(call), result(call, facts)
+    arguments, y = call.arguments(), result(call, facts)
     x, weight = arguments["self"], arguments["weight"]
     slopes = facts.known(weight.value)
     if fits(x, y, facts) and slopes is not None:
@@ -278,7 +278,7 @@ def _norm(kernel: str, x: str = "input") -> Row:
     def row(call: Call, facts: Facts) -> Found:
         """Yield the rule for a norm's input, from its result, statistics and weights, or `Refused` if a weight is near
         zero. Nothing for an unknown weight or missing statistics."""
-        arguments, y = facts.arguments(call), result(call, facts)
+        arguments, y = call.arguments(), result(call, facts)
         if not fits(arguments[x], y, facts):
             return
         gain, affine, has = 1.0, [], []

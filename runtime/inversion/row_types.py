@@ -62,14 +62,6 @@ class Facts:
         """Intervals that contain the elements of the step's values for all inputs, derived on demand."""
         return Ranges(self.step, self.known)
 
-    def arguments(self, call: Call) -> dict[str, Any]:
-        """Return a call's arguments by the names in the op's schema, defaults included."""
-        found = {}
-        for i, a in enumerate(call.target._schema.arguments):  # type: ignore[attr-defined]
-            value = call.args[i] if i < len(call.args) else call.kwargs.get(a.name, a.default_value)
-            found[a.name] = value
-        return found
-
     def value(self, ref: Ref) -> Value:
         """Return the value to which a `Ref` refers."""
         return self.step.values[ref.value]

@@ -67,12 +67,6 @@ class _Rewriter:
         self.calls.append(call)
         self.made.update(dict.fromkeys(call.made, call))
 
-    def arguments(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of a call by the names in the op's schema, defaults included."""
-        schema = call.target._schema.arguments  # type: ignore[attr-defined]
-        named = {a.name: call.kwargs.get(a.name, a.default_value) for a in schema}
-        return named | {a.name: v for a, v in zip(schema, call.args, strict=False)}
-
     def fake(self, ref: Ref) -> torch.Tensor:
         return self.values[ref.value].fake
 
@@ -197,7 +191,7 @@ def _clone(now: _Rewriter, call: Call) -> bool:
 
 
 def _slice_scatter(now: _Rewriter, call: Call) -> bool:
-    arguments = now.arguments(call)
+    arguments = call.arguments()
     base = arguments["self"]
     dim = arguments["dim"] % now.fake(base).dim()
     ends = slice(arguments["start"], arguments["end"], arguments["step"]).indices(now.fake(base).shape[dim])
@@ -205,7 +199,7 @@ def _slice_scatter(now: _Rewriter, call: Call) -> bool:
 
 
 def _select_scatter(now: _Rewriter, call: Call) -> bool:
-    arguments = now.arguments(call)
+    arguments = call.arguments()
     base = arguments["self"]
     dim = arguments["dim"] % now.fake(base).dim()
     at = arguments["index"] % now.fake(base).shape[dim]
@@ -216,7 +210,7 @@ def _select_scatter(now: _Rewriter, call: Call) -> bool:
 def _index_put(now: _Rewriter, call: Call) -> bool:
     """Rewrite an index_put into a regular slice as a scatter of that slice, and return whether that was possible: not
     if it accumulates or broadcasts."""
-    arguments = now.arguments(call)
+    arguments = call.arguments()
     base, source, at = (
         arguments["self"],
         arguments["values"],
@@ -233,12 +227,12 @@ def _index_put(now: _Rewriter, call: Call) -> bool:
 
 
 def _index(now: _Rewriter, call: Call) -> bool:
-    arguments = now.arguments(call)
+    arguments = call.arguments()
     return _picked(now, call, arguments["self"], arguments["indices"])
 
 
 def _index_select(now: _Rewriter, call: Call) -> bool:
-    arguments = now.arguments(call)
+    arguments = call.arguments()
     dim = arguments["dim"] % max(now.fake(arguments["self"]).dim(), 1)
     return _picked(now, call, arguments["self"], [*[None] * dim, arguments["index"]])
 

@@ -36,8 +36,9 @@ def by_one_number(h: Tensor) -> Tensor:
 
 
 def by_halved_numbers(h: Tensor) -> Tensor:
-    h = h * (torch.isfinite(h).float() * 0.5 + 0.5)
-    return h if torch.isfinite(h).all() else h.nan_to_num()
+    scale = torch.isfinite(h).float() * 0.5
+    h = h * (scale + 0.5)
+    return h if torch.logical_and(scale, torch.isfinite(h)).all() else h.nan_to_num()
 
 
 class Clamping(nn.Module):
