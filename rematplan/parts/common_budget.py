@@ -164,6 +164,8 @@ class CommonPlan:
     def text(self) -> str:
         """Return text that says which modules are planned, and with what share of the activations, what the rest is
         charged, and the first module that is not planned, and why."""
+        if not self.parts:
+            return f"in eager mode, without a plan; it is charged {show_bytes(self.rest)}"
         names = [[*dict.fromkeys(group.names)] for group in self.parts]
         shown = ", ".join(f"{one[0]}{f' and {len(one) - 1} equal' * (len(one) > 1)}" for one in names[:3])
         more = f", and {len(names) - 3} more" * (len(names) > 3)
@@ -257,6 +259,27 @@ def common_search(
     least = always + _gradients(rehearsed, named) + stepping
     search = _searching(stages, actions, asked, fixed, least)
     return CommonSearch(rehearsed, planner, forms, search, least, around.always)
+
+
+def eager_plan(
+    rehearsed: Rehearsed,
+    asked: PlanOptions,
+    named: Mapping[str, torch.Tensor],
+    budget: int | None,
+    *,
+    accumulating: bool,
+    around: FsdpBytes,
+) -> CommonPlan:
+    """Return the plan of a step without parts, all of which is the rest; arguments as for `common_search`.
+    `InfeasibleBudget` if the step, with a loss outside of the model, or the optimizer's step needs more."""
+    always, stepping = _always(asked, named, accumulating=accumulating)
+    rest = _charged(rehearsed.given, rehearsed.ending) + _loss(rehearsed, asked)
+    peak = always + around.always + max(rest + around.ending, _gradients(rehearsed, named) + stepping)
+    if budget is None:
+        budget = asked.stated_budget().bytes(peak, lambda: peak)
+    if peak > budget:
+        raise InfeasibleBudget("eager mode", budget, peak)
+    return CommonPlan(rehearsed, {}, peak, budget, rest, 0.0, 0.0)
 
 
 def of_part(asked: PlanOptions) -> PlanOptions:

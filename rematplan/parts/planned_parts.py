@@ -15,6 +15,7 @@ from rematplan.ir import (
     CapturedAnew,
     InfeasibleBudget,
     ModelError,
+    NotCaptured,
     RematplanError,
     UsageError,
     first_line,
@@ -25,7 +26,7 @@ from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
-from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, of_part
+from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, eager_plan, of_part
 from rematplan.parts.forward_patches import Patches
 from rematplan.parts.fsdp_bytes import accumulates, fsdp_bytes
 from rematplan.parts.left_tensors import attribute_tensors
@@ -236,8 +237,8 @@ class PlannedParts:
             self.unfit, self._known, self._divisions, self.last = known
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
-        """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured;
-        `ModelError` if no part is left, or a stated one is unfit."""
+        """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured.
+        `ModelError` if a stated part is unfit, or if no part is left although the whole can be captured."""
         model, unfit, rehearsal = original.model, self.unfit, None
         # Compiled code would have the forwards from before a part is planned.
         if compiled := compiled_modules(model):
@@ -271,10 +272,9 @@ class PlannedParts:
             raise ModelError(
                 f"a training call of {type(model).__name__} runs none of {', '.join([*self.parts][:4])} with gradients"
             )
-        why = "; ".join(f"{name}: {text}" for name, text in [*(found.told or found.refused).items()][:2])
-        raise ModelError(
-            f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
-        ) from self.error
+        if not isinstance(self.error, NotCaptured) or isinstance(self.error, CapturedAnew):
+            raise ModelError(self._without_parts(found)) from self.error
+        return found
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
         """Return the division of the budget for a rehearsed step. If no plans fit, raise `InfeasibleBudget`, or take
@@ -283,19 +283,32 @@ class PlannedParts:
         options, store = self.planner.options, self.planner.store
         around = fsdp_bytes(model, {name: model.get_submodule(name) for name, _ in rehearsed.calls})
         fixed = self.planner.fixed.get(self.planner.budget_key)
-        search = common_search(rehearsed, options, named, fixed, accumulating=sums, around=around)
+        search: Callable[[int | None], CommonPlan]
+        if rehearsed.calls:
+            search = common_search(rehearsed, options, named, fixed, accumulating=sums, around=around).plan
+        else:
+            search = partial(eager_plan, rehearsed, options, named, accumulating=sums, around=around)
         try:
-            made = search.plan()
+            made = search(fixed)
         except InfeasibleBudget as error:
+            error = error if rehearsed.calls else replace(error, hint=self._without_parts(rehearsed))
             is_optional = isinstance(self.error, CapturedAnew) and not self._divisions
             if is_optional or reaction(options, first=not (self._divisions or store)) == RAISE:
-                raise
-            made = search.plan(error.smallest)
+                raise error from None
+            made = search(error.smallest)
             warn(f"{type(model).__name__}: {error}; this step needs {show_bytes(made.peak)}")
             return Division(model, made, options)
+        if not (rehearsed.calls or self._divisions):
+            warn(f"{self._without_parts(rehearsed)}: it runs {made.text()}")
         if options.stated_budget().is_percentage:
             self.planner.fixed.setdefault(self.planner.budget_key, made.budget)
         return Division(model, made, options)
+
+    def _without_parts(self, rehearsed: Rehearsed) -> str:
+        """Return text that says why neither the whole nor a part can be planned."""
+        every = [*(rehearsed.told or rehearsed.refused).items()][:2]
+        why = "; ".join(f"{name}: {text}" for name, text in every)
+        return f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:

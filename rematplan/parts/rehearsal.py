@@ -211,7 +211,8 @@ class Rehearsal:
         return None
 
     def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
-        """Run the backward. Return whether that was possible: false if an op of the user raises an error."""
+        """Run the backward. Return whether that was possible: false without outputs, or if an op of the user raises an
+        error."""
         every = (*self.model.parameters(), *self._substitutes.leaves, *arguments, *self._anchors)
         leaves = [one for one in every if one.requires_grad and one.is_leaf]
         tangents = [torch.ones_like(one) for one in outputs]
@@ -220,7 +221,7 @@ class Rehearsal:
                 torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
         except Exception:  # any error of a user's op; its forward has run
             return False
-        return True
+        return bool(outputs)
 
     def _part(self, name: str, original: Original, *args: Any, **kwargs: Any) -> Any:
         """Run a module that may be planned, with a placeholder in the graph if it can be and gradients are enabled."""

@@ -128,7 +128,7 @@ class Rehearsed:
     @property
     def rest(self) -> int:
         """The most bytes that exist outside of the parts."""
-        return self.given + max(self.ending, *(max(one.before, one.during) for one in self.events))
+        return self.given + max([self.ending, *(max(one.before, one.during) for one in self.events)])
 
     def with_calls(self, more: Sequence[tuple[str, EqualParts]], repeated: int | None = None) -> Rehearsed:
         """Return what is assumed of a step with further calls of parts: these run after the others, and hold inputs and

@@ -87,9 +87,10 @@ class WholeOrParts(Runner):
 
     @property
     def runners(self) -> Sequence[Runner]:
-        """The runners that have the plans: those of the parts once the budget is divided among them, else this one."""
+        """The runners that have the plans: those of the parts once the budget is divided among them, else this one.
+        It has none if no part can be planned."""
         planned = self.parts and self.parts.last
-        return [*planned.runners.values()] if planned else (self,)
+        return (planned and [*planned.runners.values()]) or (self,)
 
     def __call__(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model by its plan or the plans of its parts. Calls without gradients, and those that another tracer
@@ -184,9 +185,8 @@ class WholeOrParts(Runner):
     def _plan_in_parts(self, original: Original, error: ModelError) -> None:
         """Set `parts`, since the whole cannot be captured, and drop the plans of the whole, if any. If parts are
         impossible, raise ``error``, or an error of its type that also says why."""
-        captured = bool(self.plans)
-        no_parts = isinstance(error, NoGradients) or not modules_to_try(original.model)
-        if no_parts or (captured and not isinstance(error, NotCaptured)):
+        captured, has_graph = bool(self.plans), not isinstance(error, NotCaptured)
+        if isinstance(error, NoGradients) or (has_graph and (captured or not modules_to_try(original.model))):
             raise error
         try:
             self.parts = self._parts(error)

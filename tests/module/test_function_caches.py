@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 from rematplan.module.verification import same_bits
 
 HOW = {"budget": "1GiB", "costs": "roofline", "strategy": "store_all"}
@@ -52,6 +51,6 @@ def test_functions_with_a_cache_are_planned() -> None:
 
 def test_a_refusal_leaves_no_traced_tensor_in_a_cache() -> None:
     model = made(refused=True)
-    with pytest.raises(ModelError, match="reads values of tensors"):
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         rematplan.plan_module(model, (torch.randn(5, 8),), **HOW)
     model(torch.randn(5, 8)).backward()

@@ -91,7 +91,7 @@ def test_an_op_that_fails_while_a_step_runs_raises_its_error() -> None:
 
 
 def test_an_error_of_the_tracer_alone_is_a_model_error() -> None:
-    with pytest.raises(ModelError, match="cannot be traced: RuntimeError: only plain tensors"):
+    with pytest.warns(UserWarning, match="cannot be traced: RuntimeError: only plain tensors"):
         planned(Careful("tracing"), torch.ones(5, 4))
 
 
@@ -151,7 +151,7 @@ class Differentiating(nn.Module):
 
 def test_a_forward_that_differentiates_is_not_blamed() -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ModelError, match="reads values of tensors"):
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         planned(Differentiating(1e9), x)
     with pytest.raises(OverflowError, match="too steep"):
         planned(Differentiating(0.0), x)
@@ -237,5 +237,5 @@ class Jacobian(Careful):
 
 
 def test_a_forward_that_differentiates_has_no_error_of_its_own_because_it_is_watched() -> None:
-    with pytest.raises(ModelError, match="only plain tensors"):
+    with pytest.warns(UserWarning, match="only plain tensors"):
         planned(Jacobian("tracing"), torch.randn(5, 4))

@@ -116,6 +116,10 @@ def test_what_no_plan_can_be_made_of_is_said() -> None:
     for model, batch, why in (
         (Looks(2, 2), torch.ones(2, 2), "reads values of tensors"),
         (nn.Embedding(5, 2, sparse=True), torch.zeros(2, dtype=torch.int64), "layout torch.sparse_coo"),
+    ):
+        with pytest.warns(UserWarning, match=f"{why}.*: it runs in eager mode"):
+            rematplan.plan_module(model, (batch,), budget="100%", costs="roofline")
+    for model, batch, why in (
         (nn.LazyLinear(2), torch.ones(2, 2), "not known yet"),
         (
             nn.Sequential(torch.compile(Looks(2, 2))),

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import InfeasibleBudget, ModelError, NotCaptured, UsageError
+from rematplan.runtime.costs.measure import peak_above_entry
 
 pytestmark = pytest.mark.usefixtures("few_searches")
 
@@ -141,10 +142,32 @@ def test_a_refusal_says_why_there_are_no_parts() -> None:
         rematplan.plan_module(Matching(), batch(0), budget="1MiB", statistics=rematplan.Kronecker())
     with pytest.raises(NotCaptured, match=r"nor in parts: a saved plan cannot be combined"):
         rematplan.plan_module(Matching(), batch(0), strategy=rematplan.SavedPlan("plan.json"))
-    model = Matching(blocks=0)
-    model.head = nn.Sequential(nn.Linear(WIDTH, 5))
-    with pytest.raises(ModelError, match=r"no part of it can be planned \(head: it is too small\)"):
-        run(in_parts(model, "1MiB"), *batch(0))
+
+
+class WithoutParts(Matching):
+    """A model of which nothing can be planned."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.head = nn.Sequential(nn.Linear(WIDTH, 5))
+
+
+def test_a_model_without_parts_runs_in_eager_mode_if_its_step_fits_the_budget() -> None:
+    model, plain = made(WithoutParts)
+    in_parts(model, "1MiB")
+    why = r"reads values of tensors .*; no part of it can be planned \(head: it is too small\)"
+    with pytest.warns(UserWarning, match=f"{why}: it runs in eager mode"):
+        same_steps(model, plain, 3)
+    model.zero_grad()
+    given, promised = batch(0), planned(model).peak
+    peak, _ = peak_above_entry(lambda: run(model, *given), torch.device("cpu"))
+    peak += sum(t.nbytes for t in (*model.parameters(), *given))
+    assert 0.8 * promised < peak <= promised < 2**20
+    with pytest.raises(InfeasibleBudget, match=f"eager mode: budget .*{why}") as error:
+        run(in_parts(WithoutParts(), promised - 1), *batch(0))
+    assert error.value.smallest == promised
+    with pytest.raises(InfeasibleBudget, match=f"eager mode: budget .*{why}"):
+        run(in_parts(WithoutParts(), "90%"), *batch(0))
 
 
 class Undropped(Matching):
@@ -281,7 +304,7 @@ def test_a_module_whose_backward_is_differentiated_is_no_part() -> None:
     assert "; not planned: blocks.1 (its backward is differentiated again)" in planned(model).text()
     whole = Penalising()
     whole.whole = True
-    with pytest.raises(ModelError, match="no part of it can be planned"):
+    with pytest.warns(UserWarning, match="no part of it can be planned"):
         run(in_parts(whole, "8MiB"), *batch(0))
 
 

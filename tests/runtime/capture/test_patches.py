@@ -123,7 +123,7 @@ def test_a_capture_that_fails_leaves_pytorch_as_it_was() -> None:
             return super().forward(x)
 
     before = {name: current(name) for name in NAMES}
-    with pytest.raises(ModelError, match="seeds"):
+    with pytest.warns(UserWarning, match="seeds"):
         plan_module(Seeding(), (torch.randn(2, 3, 4),), budget="100%", costs="roofline")
     for name in NAMES:
         assert current(name) == before[name], name

@@ -186,12 +186,12 @@ def into_a_list(a: Tensor, b: Tensor) -> Tensor:
     return made[0] * b + made[1]
 
 
-def test_an_op_that_writes_and_returns_a_list_is_refused() -> None:
+def test_an_op_that_writes_and_returns_a_list_has_no_plan() -> None:
     def by_list(a: Tensor, b: Tensor) -> Tensor:
         halves: list[Tensor] = halves_((a * b).detach())
         return halves[0] * a
 
-    with pytest.raises(ModelError, match="writes into its arguments and returns more than tensors"):
+    with pytest.warns(UserWarning, match="writes into its arguments and returns more than tensors"):
         rematplan.plan_module(Blocks(by_list), (torch.randn(8, WIDTH),), budget="min")
 
 
@@ -235,13 +235,13 @@ def test_writes_into_parts_and_into_what_is_read(gate: Callable[[Tensor, Tensor]
     check_same_bits(Blocks(gate), torch.randn(4, WIDTH))
 
 
-def test_a_kernel_that_writes_into_a_part_of_another_argument_is_refused() -> None:
+def test_a_kernel_that_writes_into_a_part_of_another_argument_has_no_plan() -> None:
     def overlapping(a: Tensor, b: Tensor) -> Tensor:
         c = (a * b).detach()
         doubled[(len(a) - 1,)](c[1:], c[:-1], a.stride(0), width=WIDTH)
         return c * a
 
-    with pytest.raises(ModelError, match="doubled writes into a tensor of which another argument is a part"):
+    with pytest.warns(UserWarning, match="doubled writes into a tensor of which another argument is a part"):
         rematplan.plan_module(Blocks(overlapping), (torch.randn(8, WIDTH),), budget="min")
 
 

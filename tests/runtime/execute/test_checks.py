@@ -152,15 +152,15 @@ def halved(h: Tensor) -> Tensor:
     return h
 
 
-def test_a_condition_for_both_of_whose_outcomes_the_forward_goes_on_is_refused() -> None:
-    with pytest.raises(ModelError, match="reads values of tensors"):
+def test_a_condition_for_both_of_whose_outcomes_the_forward_goes_on_has_no_plan() -> None:
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         rematplan.plan_module(Checking(halved), (torch.zeros(6, 4),), budget="100%", costs="roofline")
 
 
 @pytest.mark.parametrize("end", [conditional, SolvingBackward.apply])
-def test_what_no_plan_states_is_refused(end: Callable[[Tensor], Tensor]) -> None:
+def test_what_no_plan_states_has_no_plan(end: Callable[[Tensor], Tensor]) -> None:
     torch._dynamo.trace_rules.clear_lru_cache()  # made anew, though not while ours stand in the places of functions
-    with pytest.raises(ModelError, match="takes functions"):
+    with pytest.warns(UserWarning, match="takes functions"):
         rematplan.plan_module(Checking(end), (X,), budget="100%", costs="roofline")
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 from rematplan.module.verification import same_bits
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -152,6 +151,6 @@ def by_another_generator(model: Layers, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "chance", [as_python_number, by_a_list, after_a_draw_by_values, by_another_generator]
 )
-def test_numbers_that_never_return_or_are_not_known_are_refused(chance: Chance) -> None:
-    with pytest.raises(ModelError, match="reads values of tensors"):
+def test_numbers_that_never_return_or_are_not_known_have_no_plan(chance: Chance) -> None:
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         planned_and_plain(chance)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 from rematplan.module.verification import same_bits
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -138,8 +137,8 @@ def filled(model: Logging, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("body", [compared, computed_with, as_float, compared_sum, hidden, filled])
-def test_numbers_by_which_python_decides_or_computes_are_refused(body: Body) -> None:
-    with pytest.raises(ModelError, match="reads values of tensors"):
+def test_numbers_by_which_python_decides_or_computes_have_no_plan(body: Body) -> None:
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         planned_and_plain(body)
 
 
@@ -157,8 +156,8 @@ def as_text(model: Logging, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("body", [sent_away, as_text])
-def test_numbers_that_leave_otherwise_are_refused(body: Body) -> None:
-    with pytest.raises(ModelError, match=r"planned call does not change|reads values of tensors"):
+def test_numbers_that_leave_otherwise_have_no_plan(body: Body) -> None:
+    with pytest.warns(UserWarning, match=r"planned call does not change|reads values of tensors"):
         planned_and_plain(body)
     while not SINK.empty():
         SINK.get()

@@ -10,7 +10,6 @@ from same_bits import SETTINGS, X, equal_after
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 
 
 class HookReading(nn.Module):
@@ -41,9 +40,9 @@ def appended(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [scaled, flipped, appended])
-def test_a_hook_that_reads_what_the_forward_changes_is_refused(change: Callable[[Any], None]) -> None:
+def test_a_hook_that_reads_what_the_forward_changes_has_no_plan(change: Callable[[Any], None]) -> None:
     # A traced backward would read the state from before the forward.
-    with pytest.raises(ModelError, match="the backward reads"):
+    with pytest.warns(UserWarning, match="the backward reads"):
         rematplan.plan_module(HookReading(change), (X,), **SETTINGS)
     still = HookReading(lambda _: None)
     equal_after(lambda m: m(X).sum().backward(), rematplan.plan_module(still, (X,), **SETTINGS), still)
@@ -160,5 +159,5 @@ def test_features_that_hooks_leave_may_be_the_result() -> None:
     equal_after(use, planned, plain)
     assert len(planned.plans) == 2
     planned.features["other"] = X  # the result would have it, too
-    with pytest.raises(ModelError, match="changes features and computes with it"):
+    with pytest.warns(UserWarning, match="changes features and computes with it"):
         planned(X)

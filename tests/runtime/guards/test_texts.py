@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 from rematplan.module.verification import same_bits
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -93,8 +92,8 @@ def of_a_number(_model: Telling, _x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     "body", [searched, parsed, printed_and_measured, stored, appended, returned, of_a_weight, of_a_number]
 )
-def test_texts_of_unknown_values_that_may_decide_are_refused(body: Body) -> None:
-    with pytest.raises(ModelError, match="reads values of tensors"):
+def test_texts_of_unknown_values_that_may_decide_have_no_plan(body: Body) -> None:
+    with pytest.warns(UserWarning, match="reads values of tensors"):
         rematplan.plan_module(Telling(body), (X,), **HOW)
 
 
