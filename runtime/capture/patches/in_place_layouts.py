@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, get_current_meta
 from torch.types import Number
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,6 +33,12 @@ RUN, GRAIN = 64, 2**15
 other code. One thread processes a tensor of fewer than ``GRAIN`` numbers."""
 
 
+def mark(name: str, tag: str) -> str:
+    """Return the name of a mark (`WRITTEN`, `IN_PIECE`) for nodes with this `TAG`. PyTorch copies marks of a forward
+    node to the nodes of its backward, which those do not have of themselves."""
+    return f"{name}.{tag}"
+
+
 @torch.library.custom_op("rematplan::laid", mutates_args=())
 def _laid(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """Return a copy of ``x`` whose strides are ``stride``."""
@@ -53,6 +59,8 @@ DRAWS = frozenset(
 PIECES = frozenset({ATEN.unsafe_split.Tensor, ATEN.unsafe_split_with_sizes.default})
 """Ops that return views as if they were new tensors: a write into one leaves the others and the whole as they are."""
 IN_PIECE, WRITTEN = "rematplan.in_piece", "rematplan.written"
+TAG = "partitioner_tag"
+"""The key of a node's metadata under which PyTorch says whether it is of the forward or of the backward."""
 UNNAMEABLE = getattr(ATEN.random_, "from")
 """An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
@@ -110,9 +118,10 @@ class InPlaceLayouts(TorchDispatchMode):
                 )
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
                 return _draw(func, written, args[1:])
-        marks = {WRITTEN: True} if isinstance(written, FunctionalTensor) else {}
+        tag = get_current_meta().get(TAG, "is_forward")
+        marks = {mark(WRITTEN, tag): True} if isinstance(written, FunctionalTensor) else {}
         if marks and written in self.pieces:
-            marks[IN_PIECE] = True
+            marks[mark(IN_PIECE, tag)] = True
         with annotate(marks) if marks else nullcontext():
             if isinstance(written, FunctionalTensor) and written.device.type == "cpu":
                 _restore_strides(written, changed=False)

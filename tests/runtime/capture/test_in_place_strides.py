@@ -60,6 +60,36 @@ def test_channels_last_images_stay_so(how: str) -> None:
     assert same_grads(planned, eager)
 
 
+class Scaled(nn.Module):
+    """Returns channels-last images that it has scaled and changed."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.by, self.change = nn.Parameter(torch.ones(6, 1, 1)), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.by
+        self.change(h)
+        return h
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)])
+def test_a_gradient_of_any_layout_arrives_at_what_was_changed_as_in_eager_mode(
+    how: str, order: tuple[int, ...]
+) -> None:
+    """PyTorch copies marks of a forward's node to the nodes of its backward, which write nothing in place."""
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, SIDE, SIDE, generator=made).to(memory_format=torch.channels_last)
+    arriving = torch.randn([x.shape[at] for at in order], generator=made)
+    arriving = arriving.permute(torch.tensor(order).argsort().tolist())
+    eager = Scaled(CHANGES[how])
+    planned = rematplan.apply(copy.deepcopy(eager), **SETTINGS)
+    for model in (planned, eager):
+        model(x).backward(arriving)
+    assert same_grads(planned, eager)
+
+
 class Distances(nn.Module):
     """The backward of the distances changes a gradient in place that a factorisation has transposed."""
 
