@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,6 +36,7 @@ from rematplan.plans.options import PlanOptions
 from rematplan.plans.planner import Planner
 from rematplan.plans.refining import StepPlan
 from rematplan.plans.stage_problems import stage_problem, whole_outputs
+from rematplan.runtime.costs.device_models import ROOFLINE
 from rematplan.runtime.graph.allocator_rounding import allocated
 from rematplan.runtime.graph.captured_step import MODEL, CapturedStep
 from rematplan.runtime.graph.tensor_storages import plain_tensors
@@ -203,7 +204,7 @@ class CommonSearch:
             found = search.run()
         except InfeasibleBudget as error:
             raise replace(error, strategy=f"{self.planner.options.strategy.name} in parts") from None
-        stages, calls = search.stages, Counter(group for _, group in self.rehearsed.calls)
+        stages = search.stages
         shares = RankBudgetShares(stages, search.rank.actions, tuple(found.stages))
         bounds = [(one.held.kept, one.held.deferred) for one in found.stages]
         planned = {
@@ -217,7 +218,6 @@ class CommonSearch:
             )
             for at, (group, form) in enumerate(self.forms.items())
         }
-        kept = sum(one.held.kept * calls[group] for one, group in zip(search.rank.all, planned, strict=True))
         base = sum(stage.graph.base_cost for stage in stages)
         return CommonPlan(
             self.rehearsed,
@@ -226,7 +226,7 @@ class CommonSearch:
             search.budget,
             self.always + max(max(one.before, one.during) for one in search.rank.actions),
             found.extra / base if base else 0.0,
-            kept / max(1, kept + self.rehearsed.rest),
+            _share(self.rehearsed, search.rank.all),
         )
 
 
@@ -259,6 +259,22 @@ def common_search(
     least = always + _gradients(rehearsed, named) + stepping
     search = _searching(stages, actions, asked, fixed, least)
     return CommonSearch(rehearsed, planner, forms, search, least, around.always)
+
+
+def share_of_parts(rehearsed: Rehearsed, asked: PlanOptions) -> float:
+    """Return what the parts would keep between forward and backward without recomputation ÷ what the step holds
+    then."""
+    planner = Planner(of_part(replace(asked, costs=ROOFLINE)))  # no bytes that are kept depend on costs
+    groups = dict.fromkeys(group for _, group in rehearsed.calls)
+    problems = (part_problem(group.step, planner, number)[1] for number, group in enumerate(groups))
+    return _share(rehearsed, [one.measured(no_recompute(one.graph)) for one in problems])
+
+
+def _share(rehearsed: Rehearsed, figures: Sequence[StagePlan]) -> float:
+    """Return the share for parts without recomputation. ``figures``: of each group, in the order of its first call."""
+    calls = Counter(group for _, group in rehearsed.calls)
+    kept = sum(one.held.kept * times for one, times in zip(figures, calls.values(), strict=True))
+    return kept / max(1, kept + rehearsed.rest)
 
 
 def eager_plan(

@@ -26,7 +26,14 @@ from rematplan.module.captures import Captures
 from rematplan.module.forward_capture import Original
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
-from rematplan.parts.common_budget import CommonPlan, PartPlanner, common_search, eager_plan, of_part
+from rematplan.parts.common_budget import (
+    CommonPlan,
+    PartPlanner,
+    common_search,
+    eager_plan,
+    of_part,
+    share_of_parts,
+)
 from rematplan.parts.forward_patches import Patches
 from rematplan.parts.fsdp_bytes import accumulates, fsdp_bytes
 from rematplan.parts.left_tensors import attribute_tensors
@@ -48,6 +55,10 @@ from rematplan.runtime.graph.warn import warn
 
 ANEW = "it had another graph in many calls, each with a capture"
 """Why a module is no part any longer."""
+LEAST_SHARE = 1 / 32
+"""The share of what the step holds that its parts must keep for the backward, so that they are worth plans."""
+LITTLE = "what can be planned keeps less than 1/32 of what the step holds"
+"""Why modules are no parts if `LEAST_SHARE` is not reached."""
 SMALL = 1 / 64
 """An argument of at most this share of all arguments' bytes may be larger in a call than in its rehearsal."""
 
@@ -223,7 +234,7 @@ class PlannedParts:
 
     def _leave_out_anew(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let parts that had another graph in many calls be no parts any longer. They stay if the user stated them, or
-        nothing can be planned without them."""
+        if the step does not fit the budget without them."""
         runners = self.last.runners.items() if self.last and self.error is not None else ()
         anew = {name for name, one in runners if one.captures.goes_on} - self._stay
         if not anew:
@@ -255,7 +266,10 @@ class PlannedParts:
                     if not rehearsal.unfit:
                         raise
                 if not rehearsal.unfit:
-                    break
+                    if not self._hold_little(found):
+                        break
+                    called = (name for name, _ in found.calls)
+                    rehearsal.unfit = dict.fromkeys((*called, *self.parts), LITTLE)  # none is tried again
                 name, why = next(iter(rehearsal.unfit.items()))
                 if self.error is None:
                     raise ModelError(f"{name}: {why}; plan the modules inside of it, or around it")
@@ -275,6 +289,12 @@ class PlannedParts:
         if not isinstance(self.error, NotCaptured) or isinstance(self.error, CapturedAnew):
             raise ModelError(self._without_parts(found)) from self.error
         return found
+
+    def _hold_little(self, found: Rehearsed) -> bool:
+        """Return whether the parts of a rehearsed step are not worth a plan. Those that a user stated are."""
+        if self.error is None or not found.calls:
+            return False
+        return share_of_parts(found, self.planner.options) < LEAST_SHARE
 
     def _divided(self, model: nn.Module, rehearsed: Rehearsed, sums: bool) -> Division:
         """Return the division of the budget for a rehearsed step. If no plans fit, raise `InfeasibleBudget`, or take
@@ -306,8 +326,10 @@ class PlannedParts:
 
     def _without_parts(self, rehearsed: Rehearsed) -> str:
         """Return text that says why neither the whole nor a part can be planned."""
-        every = [*(rehearsed.told or rehearsed.refused).items()][:2]
-        why = "; ".join(f"{name}: {text}" for name, text in every)
+        first: dict[str, str] = {}
+        for name, text in (rehearsed.told or rehearsed.refused).items():
+            first.setdefault(text, name)
+        why = "; ".join(f"{name}: {text}" for text, name in [*first.items()][:2])
         return f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
 
 

@@ -170,6 +170,28 @@ def test_a_model_without_parts_runs_in_eager_mode_if_its_step_fits_the_budget() 
         run(in_parts(WithoutParts(), "90%"), *batch(0))
 
 
+class Wide(Matching):
+    """A model whose blocks keep little beside what the rest saves."""
+
+    times = 600
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.cat([super().body(x), x.repeat(1, self.times).requires_grad_().cosh()], 1)[:, :WIDTH]
+
+
+def test_parts_that_keep_little_are_left_to_eager_mode() -> None:
+    model, plain = made(Wide)
+    in_parts(model, "1GiB")
+    why = r"no part of it can be planned \(blocks\.0: what can be planned keeps less than 1/32 of what the step holds\)"
+    with pytest.warns(UserWarning, match=why):
+        same_steps(model, plain, 2)
+    assert not planned(model).parts
+    model.times = plain.times = 6
+    in_parts(model, "1GiB")
+    same_steps(model, plain, 2)
+    assert len(planned(model).rehearsed.calls) == 3
+
+
 class Undropped(Matching):
     """Draws for layers that are left out, but with a probability of 0, inside of a part."""
 
