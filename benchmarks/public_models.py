@@ -8,7 +8,7 @@ models in training mode; nothing is downloaded. `pip install .[sweep]` installs 
 Each model is a process of its own. It trains for four steps in eager mode and, for each budget, with
 `rematplan.apply`, from the same state and random numbers. The columns:
 
-- plan: whole; parts; or why there is none;
+- plan: whole; parts; eager mode, if no part is worth a plan; or why there is none;
 - bits: whether outputs, gradients, buffers, parameters and random states equal eager mode's after each step;
 - each budget: the measured peak ÷ the budget, of the steps after the first in which no plan was made; ABOVE if it is
   larger; if the budget is infeasible, the least ÷ eager mode's peak;
@@ -135,7 +135,7 @@ def tried(name: str, budgets: Sequence[str], time_limit: float) -> dict[str, Any
         bound = parts.last.plan.budget if parts else rematplan.planning(planned).plan.budget
         ratio = found.peak / bound
         row[budget] = (f"{ratio:.3f}" if ratio else "every step made a plan") + " ABOVE" * (ratio > 1)
-        row.setdefault("plan", "parts" if parts else "whole")
+        row.setdefault("plan", ("parts" if parts.last.plan.parts else "eager mode") if parts else "whole")
         row.setdefault("eager", f"{found.peak / eager.peak:.2f}" if ratio else "")
         row.setdefault("first", f"{found.first:.1f}")
         row.setdefault("planned", f"{parts.last.plan.share:.0%}" if parts else "100%")
