@@ -18,7 +18,7 @@ from rematplan.runtime.capture.indexing import INDEXED
 from rematplan.runtime.capture.joint_graph_roles import COPY, ModuleRoles, PositionRoles
 from rematplan.runtime.capture.loss_in_place import with_losses_in_place
 from rematplan.runtime.capture.output_storages import with_own_outputs, without_copies, without_saved_copies
-from rematplan.runtime.capture.patches.in_place_layouts import IN_PIECE, TAG, WRITTEN, mark
+from rematplan.runtime.capture.patches.in_place_layouts import FORWARD, IN_PIECE, TAG, WRITTEN, mark
 from rematplan.runtime.capture.plain_copies import with_plain_copies
 from rematplan.runtime.graph.captured_step import Call, CapturedStep, Ref, StepInput, StepOutput, Value, refs
 from rematplan.runtime.graph.compat import FakeTensor, FunctionalTensor, HigherOrderOperator
@@ -186,7 +186,7 @@ class _Reader:
         args, kwargs = map_arg(node.args, self._ref), map_arg(node.kwargs, self._ref)
         read = {self.values[r.value].storage for r in refs((args, kwargs))}
         names = self._results(node)
-        marks, tag = node.meta.get("custom") or {}, node.meta.get(TAG, "is_forward")
+        marks, tag = node.meta.get("custom") or {}, node.meta.get(TAG) or FORWARD
         call = Call(
             name=node.name,
             target=node.target,  # type: ignore[arg-type]

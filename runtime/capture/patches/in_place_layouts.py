@@ -59,8 +59,9 @@ DRAWS = frozenset(
 PIECES = frozenset({ATEN.unsafe_split.Tensor, ATEN.unsafe_split_with_sizes.default})
 """Ops that return views as if they were new tensors: a write into one leaves the others and the whole as they are."""
 IN_PIECE, WRITTEN = "rematplan.in_piece", "rematplan.written"
-TAG = "partitioner_tag"
-"""The key of a node's metadata under which PyTorch says whether it is of the forward or of the backward."""
+TAG, FORWARD = "partitioner_tag", "is_forward"
+"""The key of a node's metadata under which PyTorch says whether it is of the forward or of the backward, and what is
+there for the forward; nothing, while it is traced."""
 UNNAMEABLE = getattr(ATEN.random_, "from")
 """An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
@@ -118,7 +119,7 @@ class InPlaceLayouts(TorchDispatchMode):
                 )
             if func in DRAWS and not kwargs and (func is UNNAMEABLE or not is_plain(written)):
                 return _draw(func, written, args[1:])
-        tag = get_current_meta().get(TAG, "is_forward")
+        tag = get_current_meta().get(TAG) or FORWARD
         marks = {mark(WRITTEN, tag): True} if isinstance(written, FunctionalTensor) else {}
         if marks and written in self.pieces:
             marks[mark(IN_PIECE, tag)] = True
