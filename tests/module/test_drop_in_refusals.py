@@ -248,7 +248,7 @@ class Unlucky(nn.Linear):
         return y if y.sum().item() > 0 else -y
 
 
-def test_a_refusal_says_where_and_which_parts_are_left() -> None:
+def test_the_reason_says_where_and_which_parts_are_left() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Tanh(), Unlucky(16, 16)))
     with pytest.warns(UserWarning, match=r"dense.default in 2\.1\), .*plan the submodules \(0\) that do not"):
         planned(model)
@@ -275,7 +275,7 @@ class Block(nn.Module):
         return x + self.route(self.attention(x)).sum()
 
 
-def test_a_refusal_names_no_part_that_has_no_plan_too() -> None:
+def test_the_reason_names_no_part_that_has_no_plan_either() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Block(), Block())
     with pytest.warns(
         UserWarning, match=r"nonzero.default in 1\.route\), .*\(0, 1.attention, 1.route.gate, ...\)"
@@ -407,7 +407,7 @@ def test_what_computes_later_is_withheld(later: Callable[[Tensor], Any]) -> None
         model(X, False)
 
 
-def test_a_module_all_of_whose_outputs_hide_tensors_has_no_plan_by_that_name() -> None:
+def test_the_warning_names_an_output_that_hides_all_tensors() -> None:
     class Boxing(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             box = Box()
@@ -418,7 +418,7 @@ def test_a_module_all_of_whose_outputs_hide_tensors_has_no_plan_by_that_name() -
         planned(Boxing(16, 16))
 
 
-def test_a_model_without_data_has_no_plan_by_the_name_of_a_parameter():
+def test_a_model_without_data_is_refused_by_the_name_of_a_parameter():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to("meta")
     said = r"Sequential: 0\.weight is on the meta device"
     with pytest.raises(rematplan.ModelError, match=said):

@@ -118,6 +118,6 @@ def test_a_schedule_that_communicates_again_or_in_another_order_is_refused() -> 
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_collective_in_place_has_no_plan_in_one_line() -> None:
+def test_a_step_with_a_collective_in_place_has_no_plan() -> None:
     with pytest.warns(UserWarning, match="functional_collectives"):
         rematplan.plan_module(Shares("in place"), (torch.randn(64, 16),), budget="100%", costs="roofline")
