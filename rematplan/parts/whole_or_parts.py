@@ -87,8 +87,8 @@ class WholeOrParts(Runner):
 
     @property
     def runners(self) -> Sequence[Runner]:
-        """The runners that have the plans: those of the parts once the budget is divided among them, else this one.
-        It has none if no part can be planned."""
+        """The runners that have the plans: those of the parts once the budget is divided among them, else this one,
+        which has no plans if no part can be planned."""
         planned = self.parts and self.parts.last
         return (planned and [*planned.runners.values()]) or (self,)
 

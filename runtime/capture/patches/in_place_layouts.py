@@ -60,8 +60,8 @@ PIECES = frozenset({ATEN.unsafe_split.Tensor, ATEN.unsafe_split_with_sizes.defau
 """Ops that return views as if they were new tensors: a write into one leaves the others and the whole as they are."""
 IN_PIECE, WRITTEN = "rematplan.in_piece", "rematplan.written"
 TAG, FORWARD = "partitioner_tag", "is_forward"
-"""The key of a node's metadata under which PyTorch says whether it is of the forward or of the backward, and what is
-there for the forward; nothing, while it is traced."""
+"""The key under which a node's metadata say whether the node is of the forward or of the backward, and the value for
+the forward. While the forward is traced, there is no value."""
 UNNAMEABLE = getattr(ATEN.random_, "from")
 """An op whose overload name is a Python keyword, so that a tracer cannot write a call of it as Python source."""
 
