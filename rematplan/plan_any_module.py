@@ -99,7 +99,7 @@ def plan_module(
     values) is planned in parts: its largest modules that can be captured. One line on standard error names them. The
     rest runs as it is, and the budget is common to all parts and the rest. To plan a kind of call, the model is run
     once, forward and backward, and its state is restored afterwards. A percentage is then of what all parts
-    and the rest need without recomputation, and `planning` has the plans of the parts. If no part can be captured,
+    and the rest need without recomputation, and `planning` has the plans of the parts. If no part is worth a plan,
     and the budget is enough for the step in eager mode, the model runs in eager mode, and a warning says why.
 
     The logger ``rematplan`` records each plan at level INFO. While a search lasts, a line on standard error shows its
@@ -197,8 +197,9 @@ def plan_module(
             ``dynamic_shapes`` cannot have), or two arguments exclude each other, such as ``statistics`` and a saved
             plan.
         ProblemError: the saved plan belongs to another graph.
-        ModelError: the model has no data (it is on the meta device), is compiled, or its forward does what a rehearsal
-            cannot undo, such as taking the next item of an iterator.
+        ModelError: the model has no data (it is on the meta device) or was compiled in place; or it cannot be captured
+            as a whole, and can be run neither in parts nor in eager mode: an option excludes parts, a module inside
+            is compiled, the forward takes the next item of an iterator, or all its results hide their tensors.
             An exception of the model itself for these arguments is raised unchanged (if capture fails, the model is run
             once, without gradients, to find out). With a version of PyTorch that was not tested, the first step runs on
             a copy of the model and is compared with eager mode; this error is raised if they differ.

@@ -289,8 +289,10 @@ def eager_plan(
     """Return the plan of a step without parts, all of which is the rest; arguments as for `common_search`.
     `InfeasibleBudget` if the step, with a loss outside of the model, or the optimizer's step needs more."""
     always, stepping = _always(asked, named, accumulating=accumulating)
-    rest = _charged(rehearsed.given, rehearsed.ending) + _loss(rehearsed, asked)
-    peak = always + around.always + max(rest + around.ending, _gradients(rehearsed, named) + stepping)
+    rest = (
+        around.always + _charged(rehearsed.given, rehearsed.ending) + around.ending + _loss(rehearsed, asked)
+    )
+    peak = always + max(rest, around.always + _gradients(rehearsed, named) + stepping)
     if budget is None:
         budget = asked.stated_budget().bytes(peak, lambda: peak)
     if peak > budget:

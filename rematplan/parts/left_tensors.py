@@ -78,7 +78,7 @@ class AttributeTensors:
         self._before = {name: attribute_tensors(model, [name]) for name, _ in model.named_modules()}
 
     def of(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Return the tensors of the modules with these names."""
+        """Return the tensors that attributes of the modules with these names had before the forward."""
         return [one for name in names for one in self._before[name]]
 
     def in_rest(self, parts: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -55,9 +56,9 @@ from rematplan.runtime.graph.warn import warn
 
 ANEW = "it had another graph in many calls, each with a capture"
 """Why a module is no part any longer."""
-LEAST_SHARE = 1 / 32
+LEAST_SHARE = Fraction(1, 32)
 """The share of what the step holds that its parts must keep for the backward, so that they are worth plans."""
-LITTLE = "what can be planned keeps less than 1/32 of what the step holds"
+LITTLE = f"what can be planned keeps less than {LEAST_SHARE} of what the step holds"
 """Why modules are no parts if `LEAST_SHARE` is not reached."""
 SMALL = 1 / 64
 """An argument of at most this share of all arguments' bytes may be larger in a call than in its rehearsal."""
@@ -249,7 +250,8 @@ class PlannedParts:
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured.
-        `ModelError` if a stated part is unfit, or if no part is left although the whole can be captured."""
+        `ModelError` if a stated part is unfit, or no part is left although the whole can be captured. So it is if no
+        part is left and what eager mode needs cannot be measured, since results hide tensors."""
         model, unfit, rehearsal = original.model, self.unfit, None
         # Compiled code would have the forwards from before a part is planned.
         if compiled := compiled_modules(model):
@@ -286,7 +288,8 @@ class PlannedParts:
             raise ModelError(
                 f"a training call of {type(model).__name__} runs none of {', '.join([*self.parts][:4])} with gradients"
             )
-        if not isinstance(self.error, NotCaptured) or isinstance(self.error, CapturedAnew):
+        has_graph = not isinstance(self.error, NotCaptured) or isinstance(self.error, CapturedAnew)
+        if has_graph or not found.complete:
             raise ModelError(self._without_parts(found)) from self.error
         return found
 

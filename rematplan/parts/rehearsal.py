@@ -27,6 +27,7 @@ from rematplan.parts.rehearsed import IS_EQUAL, TOO_SMALL, UNTRAINED, EqualParts
 from rematplan.parts.sharded_weights import Substitutes
 from rematplan.runtime import guards
 from rematplan.runtime.capture.flat_module import flattened_call, tensors_in
+from rematplan.runtime.capture.hidden_tensors import hides_tensors
 from rematplan.runtime.capture.left_out_tangents import with_expected_tangents
 from rematplan.runtime.capture.restore_state import SameObjects
 from rematplan.runtime.capture.same_contents import unchanged
@@ -108,7 +109,9 @@ class Rehearsal:
             given, named = pytree.tree_map_only(torch.Tensor, self._copy, (args, kwargs))
             with self._patches:
                 results = original.forward(*given, **named)
-            outputs = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.Tensor)]
+            leaves = pytree.tree_leaves(results)
+            outputs = [one for one in leaves if isinstance(one, torch.Tensor)]
+            hidden = any(hides_tensors(one) for one in leaves if not isinstance(one, torch.Tensor))
             left = left_tensors(self._nodes.keys() - {None}, outputs)
             # A result may be an object that pytrees do not open, or the loss may be an attribute.
             trained = [one for one in outputs if one.requires_grad] or left
@@ -117,7 +120,8 @@ class Rehearsal:
             read = not_part_of(losses, trained)
             self.unfit |= dict.fromkeys(sorted(self._mixed([*losses, *read], [*read, *left])), MIXED)
             arguments = tensors_in(flattened_call(given, named)[0])
-            factor = 1 if self._backward([*losses, *read], arguments) else UNKNOWN
+            has_run = self._backward([*losses, *read], arguments)
+            factor = 1 if has_run else UNKNOWN
         ending = live.peak_since()
         unread = tuple(torch.empty_like(one, device="meta") for one in read)
         counted, parts = [*named_tensors(self.model).values()], [name for name, _ in self._calls]
@@ -139,6 +143,7 @@ class Rehearsal:
             repeated_bytes(self.parts, (name for name, _ in self._calls)),
             unread,
             dict(self._refused),
+            has_run and not hidden,
         ).with_calls(self._uncalled())
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

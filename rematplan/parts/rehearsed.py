@@ -113,6 +113,8 @@ class Rehearsed:
     """The outputs of the model, without their data, from which a loss outside of the model is computed."""
     refused: Mapping[str, str]
     """By the name of a module that is not planned, why."""
+    complete: bool
+    """Whether a whole backward was rehearsed: it was possible, and no result is an object that hides tensors."""
 
     @property
     def told(self) -> Mapping[str, str]:

@@ -403,19 +403,30 @@ def test_what_computes_later_is_withheld(later: Callable[[Tensor], Any]) -> None
     for use in (iter, lambda one: one()):
         with pytest.raises(ModelError, match="a planned step does not return it"):
             use(withheld)
-    with pytest.warns(UserWarning, match="returns nothing but a"):
+    with pytest.raises(ModelError, match="returns nothing but a"):
         model(X, False)
 
 
-def test_the_warning_names_an_output_that_hides_all_tensors() -> None:
+def test_a_module_all_of_whose_outputs_hide_tensors_is_refused_by_that_name() -> None:
     class Boxing(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             box = Box()
             box.x = super().forward(x)
             return box
 
-    with pytest.warns(UserWarning, match="Boxing returns nothing but a Box, whose tensors"):
+    with pytest.raises(ModelError, match="Boxing returns nothing but a Box, whose tensors"):
         planned(Boxing(16, 16))
+
+
+def test_a_model_that_hides_a_result_is_not_left_to_eager_mode_whose_bytes_are_not_known() -> None:
+    class Deciding(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y, box = super().forward(x), Box()
+            box.x = y if y.sum().item() > 0 else -y
+            return y, box
+
+    with pytest.raises(ModelError, match="reads values of tensors.*no part of it can be planned"):
+        planned(Deciding(16, 16))
 
 
 def test_a_model_without_data_is_refused_by_the_name_of_a_parameter():

@@ -361,7 +361,7 @@ class Windows(nn.Linear):
 
 
 @pytest.mark.parametrize("one", [False, True])
-def test_writing_into_windows_is_right_or_refused(one: bool) -> None:
+def test_writing_into_windows_is_right_or_has_no_plan(one: bool) -> None:
     """PyTorch's functional form of it puts 0 where no window is."""
     settings = {"budget": "100%", "strategy": "store_all", "costs": "roofline"}
     plain, x = Windows(12, one), torch.randn(4, 12)

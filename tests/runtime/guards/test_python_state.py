@@ -2,7 +2,6 @@
 or the model runs in eager mode, or is refused, with one line that says why."""
 
 import copy
-import itertools
 import random
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from same_bits import SETTINGS, X
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.ir import ModelError
 
 
 class Mode(Enum):
@@ -74,7 +72,7 @@ class Net(nn.Module):
         self.mode, self.frozen, self.slotted, self.helper = Mode.WARM, Frozen(), Slotted(), Callable_()
         self.helpers, self.recent, self.pair = [Settings()], deque(maxlen=2), Pair(0, 1)
         self.ordered = OrderedDict()
-        self.bytes, self.array, self.cycle = bytearray(2), np.zeros(2), itertools.cycle([1.0, 2.0])
+        self.bytes, self.array = bytearray(2), np.zeros(2)
         self.random, self.numbers = random.Random(3), np.random.default_rng(3)
         self.parts = nn.ModuleDict({"inner": nn.ModuleDict({"last": nn.Identity()})})
         self.parts["inner"]["last"].hits = 0
@@ -394,10 +392,6 @@ def ordered(s: Any, _: Tensor) -> float:
     return float(len(s.ordered))
 
 
-def next_of_a_cycle(s: Any, _: Tensor) -> float:
-    return next(s.cycle)
-
-
 def popped(s: Any, _: Tensor) -> float:
     s.items = s.items or list(range(20))
     return float(s.items.pop())
@@ -448,12 +442,3 @@ def test_state_that_makes_another_graph_in_each_call_leaves_the_model_in_eager_m
         rematplan.plan_module(model, (X,), **SETTINGS)
     assert len(str(told[0].message).splitlines()) == 1
     assert (state_of(model), model.random.getstate()) == before
-
-
-def test_an_iterator_that_is_advanced_is_refused() -> None:
-    model = Net(next_of_a_cycle)
-    before = state_of(model), repr(model.cycle.__reduce__())
-    with pytest.raises(ModelError, match="gives something else at each call") as error:
-        rematplan.plan_module(model, (X,), **SETTINGS)
-    assert len(str(error.value).splitlines()) == 1
-    assert (state_of(model), repr(model.cycle.__reduce__())) == before

@@ -73,7 +73,7 @@ class Net(nn.Module):
         self.partial = functools.partial(scaled, by=2.0)
         self.proxy = types.MappingProxyType(TABLE)
         self.kept, self.step = weakref.ref(GAIN), 0
-        self.iterators = [itertools.cycle([1.0, 2.0])]
+        self.cycle, self.iterators = itertools.cycle([1.0, 2.0]), [itertools.cycle([1.0, 2.0])]
         self.next = itertools.cycle([1.0, 2.0]).__next__
         self.taken = functools.partial(next, itertools.cycle([1.0, 2.0]))
 
@@ -168,6 +168,7 @@ BEHIND: dict[str, Callable[[Any], Any]] = {
     "a descriptor": remembering,
 }
 ITERATORS: dict[str, Callable[[Any], Any]] = {
+    "an iterator": lambda s: next(s.cycle),
     "an iterator in a list": lambda s: next(s.iterators[0]),
     "a method of an iterator": lambda s: s.next(),
     "a function of an iterator": lambda s: s.taken(),
@@ -186,11 +187,11 @@ def test_what_a_forward_changes_behind_objects_leaves_the_model_in_eager_mode(na
 @pytest.mark.parametrize("name", ITERATORS)
 def test_an_iterator_that_a_forward_advances_is_refused(name: str) -> None:
     model = Net(ITERATORS[name])
-    iterators = (model.iterators[0], model.next.__self__, model.taken.args[0])
+    iterators = (model.cycle, model.iterators[0], model.next.__self__, model.taken.args[0])
     with pytest.raises(ModelError) as error:
         rematplan.plan_module(model, (X,), **SETTINGS)
     assert len(str(error.value).splitlines()) == 1
-    assert [next(one) for one in iterators] == [1.0] * 3
+    assert [next(one) for one in iterators] == [1.0] * 4
 
 
 def test_a_cached_property_is_computed_once() -> None:
