@@ -110,8 +110,8 @@ class PlanStore:
         return problem.structure in self._lean
 
     def refusal(self, problem: TrainingGraph, budget: int, seconds: float) -> InfeasibleBudget | None:
-        """Return the error to raise if a budget at least as large was refused: by a proof, or by a search not much
-        shorter than ``seconds``. Else return None."""
+        """Return the error to raise if a budget at least as large was refused, else None. A refusal that a longer
+        search may overturn counts only if its search was not much shorter than ``seconds``."""
         for known, spent in reversed(self._refused.get(_key(problem, REFUSED), ())):
             if budget <= known.budget and (known.known != "searched" or spent >= AS_LONG * seconds):
                 return replace(known, budget=budget)

@@ -69,7 +69,7 @@ def descend_by_groups(
 
 
 def work_of(looked: int) -> int:
-    """Return the moves that a search counts as. ``looked``: the number of tensors that it looked at."""
+    """Return how many moves of the effort one search takes. ``looked``: the number of tensors that it looked at."""
     return MOVES_PER_SEARCH + looked // TENSORS_PER_MOVE
 
 

@@ -207,7 +207,9 @@ def _between(
 
 
 def prove(trade_off: TradeOff, strategies: Mapping[str, Strategy], out: Output) -> TradeOff:
-    """Return the trade-off with proven lower bounds of the overhead at `FLOORS` + 1 evenly spaced budgets."""
+    """Return the trade-off with proven lower bounds of the overhead at `FLOORS` + 1 evenly spaced budgets. They go
+    from the peak without recomputation to the smallest peak of its plans. Together the proofs take `FLOOR_SHARE` of the
+    longest time limit of ``strategies``."""
     graph = trade_off.source.graph
     base = no_recompute(graph).peak
     least = min(p.estimate.peak for plans in trade_off.curves.values() for p in plans)

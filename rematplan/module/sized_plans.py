@@ -100,9 +100,9 @@ class SizedPlans:
         problem: TrainingGraph,
         carrier: Planner,
     ) -> None:
-        """Remember a batch's problem for plans at other sizes; ``carrier`` added its inverses. No plan serves other
-        sizes of a pattern if steps of the pattern have several structures, or problems of its structure differ in more
-        than sizes."""
+        """Remember a batch's problem for plans at other sizes; the latest `STRUCTURES` structures of steps are kept.
+        ``carrier`` is kept with a new structure; it added the inverses. No plan serves other sizes of a pattern of
+        equal sizes if its steps have several structures, or their problems differ in more than sizes."""
         pattern, structure = self._pattern(sizes), structure_of(step)
         alike = next((one for one in self._structures if one.structure == structure), None)
         if alike is None:

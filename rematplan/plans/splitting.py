@@ -332,7 +332,7 @@ class _Chooser:
 def about_splits(problems: StepProblems, step: CapturedStep, error: InfeasibleBudget) -> InfeasibleBudget:
     """Return ``error``, that no plan fits, with what is known of splits. Its floor becomes that of any splits
     (``auto``) or is said to be that of the stated ones. If none were asked for, a hint says how small a peak splits
-    reach, if smaller."""
+    reach, if smaller. If finding this out fails, ``error`` is returned unchanged."""
     asked = problems.options.split
     if isinstance(asked, tuple):
         return replace(error, floor=f"{error.floor}, with the stated splits")

@@ -54,7 +54,8 @@ def hides_tensors(one: Any, called_later: bool = False) -> bool:
 
 
 def _within(one: Any) -> list[Any]:
-    """Return an object's ``__dict__``, and the items of a container of a class of its own."""
+    """Return an object's ``__dict__``, and the items of a list or tuple or the values of a dictionary, subclasses
+    included."""
     items = [*dict.values(one)] if isinstance(one, dict) else [*one] if isinstance(one, (list, tuple)) else []
     return [_attribute(one, "__dict__"), *items]
 

@@ -49,7 +49,8 @@ def no_host_draws(name: str, others: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def _content(state: Any) -> Any:
-    """Return a state of `state_of` in a form that ``==`` compares: bytes of arrays, whose texts take long."""
+    """Return a state of `state_of` in a form that ``==`` compares. Arrays become bytes, which takes less time than
+    texts; what else is no dictionary or tuple becomes a text."""
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):

@@ -67,8 +67,8 @@ class SyntheticArguments:
         return (*args[:at], different.to(args[at].dtype).view(args[at].shape), *args[at + 1 :])
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor of a value's type and layout: a constant or known numbers themselves, what only its call can
-        make from running that, else arbitrary numbers."""
+        """Return a tensor of a value's type and layout. Constants and known whole numbers are themselves. If only the
+        call that computes the value can make a valid one, that call is run; all other numbers are arbitrary."""
         if name in self.step.constants:
             return self.step.constants[name]
         fake = self.step.values[name].fake

@@ -62,7 +62,8 @@ class _Stretch:
 
     def __post_init__(self) -> None:
         """Fill ``takes``, ``gives`` and ``drops`` from ``copies``. A lane takes a copy of the other before its first
-        read, and each lane drops a copy after its last."""
+        read, and each lane drops a copy after its last. A lane that computes a copy and never reads it drops it at
+        once."""
         for copy in self.copies:
             if (reader := copy.first[1 - copy.lane]) is not None:
                 self.gives[copy.lane, copy.made].append(copy)

@@ -80,7 +80,7 @@ class RegionOps:
         return self._run(args, lambda call, given: _results(call, given))
 
     def in_float64(self, args: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the ops in float64, whatever their types."""
+        """Run the ops with float64 in place of every real floating-point type, and return the region's outputs."""
         return self._run(
             [t.double() if t.is_floating_point() else t for t in args],
             lambda call, given: _results(call, _each(given, _in_float64)),

@@ -55,7 +55,8 @@ class IsNone:
     """Whether the value was None when the forward was traced."""
 
     def holds(self, attributes: Attributes) -> bool:
-        """Return whether the value is None as before. ``attributes``: the ``__dict__`` of each module, by position."""
+        """Return whether the value is None now if it was None when traced, and something else if it was not.
+        ``attributes``: the ``__dict__`` of each module, by position."""
         return (self.place.find(attributes)[self.name] is None) is self.none
 
 

@@ -257,8 +257,8 @@ def _elu(call: Call, facts: Facts) -> Found:
 
 
 def _prelu(call: Call, facts: Facts) -> Found:
-    """Yield the rule for the input of a PReLU with known slopes, or `Refused` if a slope is below `LEAST_SCALE`;
-    nothing for unknown slopes."""
+    """Yield the rule for the input of a PReLU with known slopes, or `Refused` if a slope is below `LEAST_SCALE`.
+    Yield nothing if slopes are unknown, or if the input does not fit the result (see `fits`)."""
     arguments, y = call.arguments(), result(call, facts)
     x, weight = arguments["self"], arguments["weight"]
     slopes = facts.known(weight.value)

@@ -170,8 +170,8 @@ class Gram:
             self._add_border(out, rows.sum(-1), rows.shape[-1])
 
     def _add_border(self, out: Tensor, sums: Tensor, count: int) -> None:
-        """Add to the last row and column of ``out``, in place, the products of ``count`` rows with the appended one.
-        ``sums``: the sum of the rows without that one, (groups, features)."""
+        """Add to the last row and column of ``out``, in place, the scaled products of ``count`` rows with the appended
+        one. ``sums``: the sum of the rows without that one, (groups, features)."""
         border = out[:, -sums.shape[1] - 1 :]
         border[:, :-1].add_(sums, alpha=self.scale)
         border[:, -1] += self.scale * count

@@ -115,7 +115,8 @@ class Checks(TorchDispatchMode):
         return self._assert(condition, expected)
 
     def _comparison(self, func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the truth value of a comparison of two tensors; if it is unknown, as `_condition` does."""
+        """Return the truth value of a comparison of two tensors. If it is unknown, return the assumed one, and add an
+        op that asserts it to `results`. The tracer's error is raised if none is assumed, or if the shapes differ."""
         try:
             return func(a, b, *args, **kwargs)
         except VALUES_DECIDE:

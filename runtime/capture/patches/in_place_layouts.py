@@ -34,8 +34,8 @@ other code. One thread processes a tensor of fewer than ``GRAIN`` numbers."""
 
 
 def mark(name: str, tag: str) -> str:
-    """Return the name of a mark (`WRITTEN`, `IN_PIECE`) for nodes with this `TAG`. PyTorch copies marks of a forward
-    node to the nodes of its backward, which those do not have of themselves."""
+    """Return the key of a mark (`WRITTEN`, `IN_PIECE`) that counts only for nodes with this `TAG`: PyTorch copies the
+    marks of a forward's node to the nodes of its backward, for which they are wrong."""
     return f"{name}.{tag}"
 
 
