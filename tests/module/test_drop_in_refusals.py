@@ -425,7 +425,7 @@ def test_a_model_that_hides_a_result_is_not_left_to_eager_mode_whose_bytes_are_n
             box.x = y if y.sum().item() > 0 else -y
             return y, box
 
-    with pytest.raises(ModelError, match="reads values of tensors.*no part of it can be planned"):
+    with pytest.raises(ModelError, match=r"reads values of tensors.*no part of it can be planned"):
         planned(Deciding(16, 16))
 
 
