@@ -199,7 +199,8 @@ def plan_module(
         ProblemError: the saved plan belongs to another graph.
         ModelError: the model has no data (it is on the meta device) or was compiled in place; or it cannot be captured
             as a whole, and can be run neither in parts nor in eager mode: an option excludes parts, a module inside
-            is compiled, the forward takes the next item of an iterator, or all its results hide their tensors.
+            is compiled, the forward takes the next item of an iterator or returns objects that hide tensors, or one
+            backward of it cannot be tried.
             An exception of the model itself for these arguments is raised unchanged (if capture fails, the model is run
             once, without gradients, to find out). With a version of PyTorch that was not tested, the first step runs on
             a copy of the model and is compared with eager mode; this error is raised if they differ.

@@ -250,8 +250,8 @@ class PlannedParts:
 
     def _rehearsed(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
         """Rehearse the model, repeatedly without the parts that turn out to be unfit, and return what was measured.
-        `ModelError` if a stated part is unfit, or no part is left although the whole can be captured. So it is if no
-        part is left and what eager mode needs cannot be measured, since results hide tensors."""
+        `ModelError` if a stated part is unfit; or if no part is left, and the whole can be captured or what eager mode
+        needs cannot be measured (`Rehearsed.complete`)."""
         model, unfit, rehearsal = original.model, self.unfit, None
         # Compiled code would have the forwards from before a part is planned.
         if compiled := compiled_modules(model):

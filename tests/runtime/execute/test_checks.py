@@ -157,11 +157,15 @@ def test_a_condition_for_both_of_whose_outcomes_the_forward_goes_on_has_no_plan(
         rematplan.plan_module(Checking(halved), (torch.zeros(6, 4),), budget="100%", costs="roofline")
 
 
-@pytest.mark.parametrize("end", [conditional, SolvingBackward.apply])
-def test_what_no_plan_states_has_no_plan(end: Callable[[Tensor], Tensor]) -> None:
+def test_a_step_whose_backward_checks_values_has_no_plan() -> None:
+    with pytest.warns(UserWarning, match=r"takes functions.*it runs in eager mode"):
+        rematplan.plan_module(Checking(SolvingBackward.apply), (X,), budget="100%", costs="roofline")
+
+
+def test_a_condition_in_the_graph_whose_backward_cannot_be_measured_is_refused() -> None:
     torch._dynamo.trace_rules.clear_lru_cache()  # made anew, though not while ours stand in the places of functions
-    with pytest.warns(UserWarning, match="takes functions"):
-        rematplan.plan_module(Checking(end), (X,), budget="100%", costs="roofline")
+    with pytest.raises(ModelError, match="takes functions"):
+        rematplan.plan_module(Checking(conditional), (X,), budget="100%", costs="roofline")
 
 
 def test_the_backend_refuses_what_checks() -> None:

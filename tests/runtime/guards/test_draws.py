@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.ir import ModelError
 from rematplan.module.verification import same_bits
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -148,9 +149,12 @@ def by_another_generator(model: Layers, x: Tensor) -> Tensor:
     return model.layers[0](x) if torch.rand([], generator=GENERATOR) < 0.5 else model.layers[1](x)
 
 
-@pytest.mark.parametrize(
-    "chance", [as_python_number, by_a_list, after_a_draw_by_values, by_another_generator]
-)
+@pytest.mark.parametrize("chance", [as_python_number, by_a_list, by_another_generator])
 def test_numbers_that_never_return_or_are_not_known_have_no_plan(chance: Chance) -> None:
     with pytest.warns(UserWarning, match="reads values of tensors"):
         planned_and_plain(chance)
+
+
+def test_an_outcome_without_gradients_is_refused_since_eager_mode_cannot_be_measured() -> None:
+    with pytest.raises(ModelError, match="reads values of tensors"):
+        planned_and_plain(after_a_draw_by_values)
