@@ -88,6 +88,14 @@ def _settings_stay() -> Iterator[None]:
     assert _settings() == before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _never_busy() -> Iterator[None]:
+    """Costs that are measured beside other programs count as a quiet machine's: they are cached, without a warning."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("rematplan.runtime.costs.profile"), "_AGREE", float("inf"))
+        yield
+
+
 @pytest.fixture(scope="module")
 def few_blocks() -> Iterator[None]:
     """The zoo's networks with fewer of the same stages and blocks: tracing them takes as long as they are deep."""

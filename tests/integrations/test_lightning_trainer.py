@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -183,21 +184,23 @@ def test_a_batch_size_finder_is_refused(kind: Any, tmp_path: Path) -> None:
 
 def test_gradients_that_are_cleared_after_the_forward_are_within_the_budget(tmp_path: Path) -> None:
     class Measured(pl.Callback):
-        peaks: list[int] = []  # noqa: RUF012 (of one test)
+        def __init__(self) -> None:
+            self.peaks: list[int] = []
+            self.recording = ExitStack()
 
         def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, _at: int) -> None:
             states = [one for optimizer in trainer.optimizers for one in optimizer.state.values()]
             held = [*model.parameters(), *model.buffers(), *(v for one in states for v in one.values())]
             held += [batch[0], *(p.grad for p in model.parameters() if p.grad is not None)]
-            self.held, self.record = sum(t.nbytes for t in held), _allocations()
-            self.sizes = self.record.__enter__()
+            self.held = sum(t.nbytes for t in held)
+            self.sizes = self.recording.enter_context(_allocations())
 
         def on_train_batch_end(self, *_args: Any) -> None:
-            self.record.__exit__(None, None, None)
+            self.recording.close()
             self.peaks.append(self.held + max(0, *itertools.accumulate(self.sizes)))
 
     model, measured = Classifier(), Measured()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), measured.recording:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="pytorch_lightning|torch")
         fit(tmp_path, model, [callback("75%", costs="profile", loss_memory="3x"), measured], max_steps=4)

@@ -27,6 +27,11 @@ class Net(nn.Module):
         return self.layers(x).square().mean()
 
 
+@pytest.fixture(autouse=True)
+def _may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_AGREE", 1.2)
+
+
 @pytest.fixture
 def step() -> CapturedStep:
     return capture(Net(), (torch.randn(4, 8),), "net")
