@@ -127,7 +127,8 @@ class GlobalReads:
         while self.waiting:
             self._follow()
             containers, self.containers = self.containers, []
-            for thing in [part for one in containers for part in parts_of(one)]:
+            # A function that is no method of theirs may read attributes of the modules' classes, too.
+            for thing in (*self.kinds, *[part for one in containers for part in parts_of(one)]):
                 self._meet(thing, self.names)
         self._note_absent()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from rematplan.runtime.guards.looked_up import LookedUp
 from rematplan.runtime.guards.places import Owner, Place
 from rematplan.runtime.guards.repeated_writes import assign
 from rematplan.runtime.guards.snapshots import UNSET
@@ -30,11 +31,13 @@ class Namespace:
     """Names that are not compared: tensors, and lists of parameters and buffers, whose content a trace replaces."""
 
     def now(self, name: str) -> Any:
-        """Return the present value of a name; `UNSET` if there is none."""
+        """Return the present value of a name; `UNSET` if there is none. A dictionary counts as itself if `LookedUp`
+        stands for it."""
         try:
-            return self.values[name]
+            value = self.values[name]
         except (LookupError, AttributeError, ValueError):
             return UNSET
+        return value.of if type(value) is LookedUp else value
 
     def changed(self) -> list[str]:
         """Return the names whose values are other objects than before the forward, or exist only before or after it."""

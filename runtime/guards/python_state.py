@@ -16,6 +16,7 @@ import torch
 
 from rematplan.ir import ModelError
 from rematplan.runtime.guards.attributes import BOOKKEEPING, Reads
+from rematplan.runtime.guards.bytecode import is_library
 from rematplan.runtime.guards.containers import (
     CONTAINERS,
     containers_in,
@@ -27,17 +28,19 @@ from rematplan.runtime.guards.containers import (
 from rematplan.runtime.guards.counted_numbers import Counting, Expression, Variable, expression_of, plain
 from rematplan.runtime.guards.globals import GlobalReads
 from rematplan.runtime.guards.iterators import is_computed, is_iterator, progress, refuse_iterator
+from rematplan.runtime.guards.looked_up import DICTIONARIES, LookedUp, Lookups
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, ClassAttributes, Fixed, Owner
 from rematplan.runtime.guards.reachable import reached
 from rematplan.runtime.guards.repeated_writes import assign
 from rematplan.runtime.guards.snapshots import UNSET
-from rematplan.runtime.guards.value_flow import COUNTED, READ, use_of, uses_of
+from rematplan.runtime.guards.value_flow import COUNTED, ITEM, KEYED, READ, use_of, uses_of
 
 TENSORS = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that have its tensors and submodules. They are compared separately."""
 NUMBERS = (int, float)
 """The types of numbers with which a forward may only count."""
+_BY_KEY = frozenset({KEYED, ITEM})
 FRESH = "fresh"
 """The use of a container that reads it when nothing of its earlier content is left."""
 
@@ -56,6 +59,8 @@ class PythonState:
     uses: dict[tuple[Owner, str], list[str]] = field(default_factory=dict)
     keys: dict[tuple[Owner, str], tuple[Any, ...]] = field(default_factory=dict)
     """By attribute that is a dictionary, the keys that it has when it is read first (`FRESH`)."""
+    lookups: dict[tuple[int, str], Lookups] = field(default_factory=dict)
+    """By namespace and name, the dictionaries in which the forward looks up or stores single keys."""
     counting: Counting = field(default_factory=Counting)
     counted: dict[tuple[int, str], Expression] = field(default_factory=dict)
     """By namespace and name, the numbers that the present run of the forward counts with: what each is now."""
@@ -119,11 +124,13 @@ class PythonState:
 
     def begin(self, numbers: Iterable[tuple[int, str]]) -> None:
         """Prepare for a run of the forward: restore the state, forget what the last run used, and count ``numbers``,
-        which it changed. Where no access is recorded, a counted number takes the number's place."""
+        which it changed. Where no access is recorded, a counted number takes the number's place, and `LookedUp` that of
+        a dictionary in which code only looks up single keys."""
         self.restore()
         self.undone.clear()
         self.uses.clear()
         self.keys.clear()
+        self.lookups.clear()
         self.counting = Counting()
         self.counted = {}
         self.progress = [progress(one) for one in self.iterators.values()]
@@ -134,6 +141,20 @@ class PythonState:
             if namespace.uses:
                 number = self.counting.number(namespace.before[name], variable)
                 assign(namespace.values, name, number)
+        for at, namespace in enumerate(self.namespaces):
+            if namespace.uses and self._are_own_variables(namespace.values):
+                for name, value in namespace.before.items():
+                    uses = {*namespace.uses(name)} if type(value) in DICTIONARIES else ()
+                    if KEYED in uses and _BY_KEY.issuperset(uses) and not name.startswith("__"):
+                        assign(namespace.values, name, self._looked_up(at, name, value))
+
+    def _are_own_variables(self, values: Any) -> bool:
+        """Return whether values are the variables of a Python module, or the attributes of a class, that is the
+        user's."""
+        if isinstance(values, ClassAttributes):
+            return not is_library(values.home.__module__, self.reads.own)
+        of_module = type(values) is dict and "__builtins__" in values
+        return of_module and not is_library(values.get("__name__"), self.reads.own)
 
     def undo(self) -> None:
         """Restore the state after a run of the forward, whose backward must not read what changed."""
@@ -160,6 +181,10 @@ class PythonState:
 
     def restore(self) -> None:
         """Restore the state: values of names, and the content of containers, each the same object as before."""
+        for at, name in self.lookups:
+            namespace = self.namespaces[at]
+            if namespace.uses:
+                assign(namespace.values, name, namespace.now(name))
         for namespace in self.namespaces:
             namespace.restore()
         for container, was in self.contents.values():
@@ -167,9 +192,9 @@ class PythonState:
                 refill(container, was)
 
     def used(self, holder: Any, name: str, value: Any, frame: FrameType) -> Any:
-        """Record a read of an attribute. Return the ``value`` of the attribute, as a counted number if the forward
-        changes the attribute and this read only counts. `ModelError` for an iterator, and if a backward reads what the
-        forward changes."""
+        """Record a read of an attribute. Return its ``value``: a counted number if the forward changes the attribute
+        and this read only counts, `LookedUp` for a dictionary in which it looks up one key. `ModelError` for an
+        iterator, and if a backward reads what the forward changes."""
         kind = type(value)
         for place, found in self.iterators.items():
             if name == place[1] and place == self._at(holder, name):
@@ -190,15 +215,28 @@ class PythonState:
         if owner is None or at is None or (owner, name) in fresh or name not in self.namespaces[at].values:
             return value
         use = use_of(frame.f_code, frame.f_lasti, name)
+        noting = self._looked_up(at, name, value) if use in _BY_KEY else None
+        if use == KEYED and noting is None:
+            use = READ
         if kind not in NUMBERS and use == READ:
             use = self._read(at, owner, name, value)
         self.uses.setdefault((owner, name), []).append(use)
+        if noting is not None:
+            return noting
         if (at, name) not in self.counted:
             return value
         if use == COUNTED:
             return self.counting.number(value, self.counted[at, name])
         self.counting.reveal(self.counted[at, name])
         return value
+
+    def _looked_up(self, at: int, name: str, value: Any) -> LookedUp | None:
+        """Return what notes the keys that are looked up in a value; None unless it is a dictionary that was there
+        before the forward."""
+        was = self.content_of(value)
+        if type(value) not in DICTIONARIES or was is None:
+            return None
+        return LookedUp(value, self.lookups.setdefault((at, name), Lookups(was)))
 
     def _at(self, holder: Any, name: str) -> tuple[int | None, str]:
         owner = self.reads.owner_of(holder)

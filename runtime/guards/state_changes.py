@@ -20,6 +20,7 @@ from rematplan.runtime.guards.containers import (
 )
 from rematplan.runtime.guards.counted_numbers import expression_of, plain
 from rematplan.runtime.guards.iterators import progress, refuse_iterator
+from rematplan.runtime.guards.looked_up import PRESENT, KnownItems
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.places import Attribute, Owner
 from rematplan.runtime.guards.python_state import FRESH, NUMBERS, PythonState
@@ -27,7 +28,7 @@ from rematplan.runtime.guards.reachable import reached
 from rematplan.runtime.guards.read_numbers import ReadNumber
 from rematplan.runtime.guards.repeated_writes import IsNone, KnownKeys, Write
 from rematplan.runtime.guards.snapshots import UNSET, same
-from rematplan.runtime.guards.value_flow import COUNTED, ITEM, READ, TESTED, WRITERS
+from rematplan.runtime.guards.value_flow import COUNTED, ITEM, KEYED, READ, TESTED, WRITERS
 
 _WRITES = WRITERS | {ITEM}
 Names = frozenset[tuple[int, str]]
@@ -46,6 +47,8 @@ class Changes:
     """Those that it does not check."""
     settled: Names = frozenset()
     """The names that are set to what they were: a list that is made again of the same entries."""
+    extended: Names = frozenset()
+    """Of the unguarded names, those of dictionaries that get items for keys which the forward looks up."""
     filled: Names = frozenset()
     """Of the unguarded names, those that were None, are compared with None alone, and are set to something else."""
     numbers: Sequence[tuple[int, str]] = ()
@@ -55,8 +58,8 @@ class Changes:
 
     @property
     def moving(self) -> Names:
-        """The guarded names whose values the forward changes."""
-        return self.guarded - self.settled
+        """The names whose values the forward changes and reads."""
+        return self.guarded - self.settled | self.extended
 
     def of_holders(self) -> tuple[set[tuple[Owner, str]], set[tuple[Owner, str]]]:
         """Return the attributes of modules and records that the forward changes: those that a guard checks, and those
@@ -109,6 +112,7 @@ class _Search:
     unguarded: set[tuple[int, str]] = field(default_factory=set)
     guarded: set[tuple[int, str]] = field(default_factory=set)
     settled: set[tuple[int, str]] = field(default_factory=set)
+    extended: set[tuple[int, str]] = field(default_factory=set)
     filled: set[tuple[int, str]] = field(default_factory=set)
     numbers: list[tuple[int, str]] = field(default_factory=list)
     conditions: list[Any] = field(default_factory=list)
@@ -128,15 +132,26 @@ class _Search:
             aliases = [alias for alias in every[id(container)] if (alias.at, alias.name) not in rebound]
             if aliases:
                 writes += self._refilled(container, aliases, written)
+        self._guard_items()
         return writes, Changes(
             namespaces=self.state.namespaces,
             guarded=frozenset(self.guarded),
             unguarded=frozenset(self.unguarded),
             settled=frozenset(self.settled),
+            extended=frozenset(self.extended - self.guarded),
             filled=frozenset(self.filled),
             numbers=self.numbers,
             conditions=self.conditions,
         )
+
+    def _guard_items(self) -> None:
+        """Let dictionaries in which the forward only looks up single keys be guarded by these keys' values."""
+        for one, lookups in self.state.lookups.items():
+            namespace, uses = self.state.namespaces[one[0]], set(self._all_uses(*one))
+            if one not in self.guarded and (one in self.unguarded or KEYED in uses <= {KEYED, ITEM}):
+                lookups.note_without_effect(namespace.now(one[1]))
+                self.unguarded.add(one)
+                self.conditions.append(KnownItems(namespace.place, one[1], lookups.items))
 
     def _rebound(self, at: int, name: str) -> tuple[Write, Any]:
         """Return the change of a name that has another value now, and the value; None if the change is ``remove`` or
@@ -193,7 +208,9 @@ class _Search:
     def _all_uses(self, at: int, name: str) -> Collection[str]:
         namespace = self.state.namespaces[at]
         if namespace.uses:
-            return namespace.uses(name)
+            lookups = self.state.lookups.get((at, name))
+            whole = lookups is None or lookups.whole
+            return [READ if use == KEYED and whole else use for use in namespace.uses(name)]
         return (READ,) if namespace.owner is None else self.state.uses.get((namespace.owner, name), ())
 
     def _aliases(self, changed: Sequence[Any]) -> dict[int, list[_Alias]]:
@@ -221,7 +238,7 @@ class _Search:
         alias = (direct or aliases)[0]
         namespace, names = self.state.namespaces[alias.at], {(one.at, one.name) for one in aliases}
         how, items = "", None
-        if uses and uses <= _WRITES | {FRESH} and direct:
+        if uses and uses <= _WRITES | {FRESH, KEYED} and direct:
             how, items = self._without_content(container, uses, direct)
         if how:
             self.unguarded |= names
@@ -239,13 +256,15 @@ class _Search:
             return []
         written.add((alias.at, alias.name))
         if how == "add":
-            return [(Write(namespace.place, alias.name, "add"), items)]
+            read = (alias.at, alias.name) in self.extended
+            return [(Write(namespace.place, alias.name, "add", read=read), items)]
         write = Write(namespace.place, alias.name, "refill", read=not names <= self.unguarded)
         return [(write, copied(namespace.before[alias.name]))]
 
     def _without_content(self, container: Any, uses: set[str], direct: Sequence[_Alias]) -> tuple[str, Any]:
-        """Return how to change a container of whose earlier content nothing is read: "add" with the items, "whole" for
-        new content, or "" if unknown. For a dictionary that is `FRESH`, add what its keys must be to `conditions`."""
+        """Return how to change a container of whose earlier content nothing is read but values of keys that keep them:
+        "add" with the items, "whole" for new content, or "" if unknown. For a dictionary that is `FRESH`, add what its
+        keys must be to `conditions`."""
         was = self.state.content_of(container)
         owners = [(self.state.namespaces[alias.at].owner, alias.name) for alias in direct]
         while_running = {
@@ -263,4 +282,14 @@ class _Search:
         items = added(container, was)
         if items is None and len(was) and "clear" in uses:
             return "whole", None
-        return ("add", items) if items is not None else ("", None)
+        places = [one for alias in direct if (one := (alias.at, alias.name)) in self.state.lookups]
+        known = [self.state.lookups[one] for one in places]
+        replaced = [key for key in items or () if key in was] if known else []
+        looked_up = {key for lookups in known for key in lookups.items}
+        if items is None or not looked_up.isdisjoint(replaced):
+            return "", None
+        if known and not looked_up.isdisjoint(items):
+            self.extended.update(places)
+        for lookups in known:
+            lookups.items |= dict.fromkeys(replaced, PRESENT)
+        return "add", items

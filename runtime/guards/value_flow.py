@@ -7,7 +7,7 @@ tables below reveal the value.
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType
 
@@ -17,12 +17,15 @@ COUNTED = "counted"
 """The value is only an operand of arithmetic with numbers, of comparisons and of truth tests, or is stored back."""
 TESTED = "tested"
 """The value is only compared with None by ``is``."""
+KEYED = "keyed"
+"""The value is a dictionary, and the use looks up one key in it, by ``in``, ``[key]``, ``get`` or ``setdefault``."""
 WRITERS = frozenset({"append", "appendleft", "extend", "extendleft", "add", "update", "clear", "__setitem__"})
 """Methods of containers that return nothing and whose effect does not depend on what the container has. They are uses,
 too, under their names, like `ITEM`."""
 ITEM = "[]="
 """The value is a container, and the use stores an item in it."""
 
+_LOOKUPS = frozenset({"get", "setdefault"})
 _LOADS = {
     "LOAD_GLOBAL": "STORE_GLOBAL",
     "LOAD_NAME": "STORE_NAME",
@@ -45,6 +48,8 @@ _POPS = {
     "TO_BOOL": 1,
 }
 """How many values an instruction replaces by one."""
+_BUILDS = {"BUILD_TUPLE": 1, "BUILD_LIST": 1, "BUILD_STRING": 1, "BUILD_SLICE": 1, "BUILD_MAP": 2}
+"""How many values an instruction takes for each number of its argument."""
 
 
 @cache
@@ -66,8 +71,8 @@ def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
 
 @cache
 def use_of(code: CodeType, offset: int, name: str) -> str:
-    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `TESTED`, `ITEM`
-    or one of `WRITERS`. If it loads no such value there, `READ`."""
+    """Return what code does with the value that it loads by ``name`` at ``offset``: `READ`, `COUNTED`, `TESTED`,
+    `KEYED`, `ITEM` or one of `WRITERS`. If it loads no such value there, `READ`."""
     instructions = _instructions(code)
     at = next((k for k, i in enumerate(instructions) if i.offset == offset), None)
     if at is None or instructions[at].opname not in _LOADS or instructions[at].argval != name:
@@ -98,8 +103,12 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
             return READ if _VALUE in (*stack[:-2], stack[-1]) else TESTED
         if name == "STORE_SUBSCR" and stack[-2] == _VALUE and _VALUE not in (stack[-1], stack[-3]):
             return ITEM
+        if name == "CONTAINS_OP" and stack[-1] == _VALUE and _VALUE not in stack[:-1]:
+            return KEYED
+        if _is_subscript(i) and stack[-2] == _VALUE and stack.count(_VALUE) == 1:
+            return KEYED
         if name in ("LOAD_METHOD", "LOAD_ATTR") and stack[-1] == _VALUE:
-            return str(i.argval) if i.argval in WRITERS and _is_dropped(rest, i) else READ
+            return _method_use(rest, i, stack)
         if name == _LOADS[load.opname] and i.argval == load.argval:
             # A store of an attribute takes two symbols: for `self.n += 1` the value, and above it a copy of `self`.
             stored = -1 if owner == _OTHER else -2
@@ -117,6 +126,19 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
     return READ
 
 
+def _method_use(rest: tuple[dis.Instruction, ...], load: dis.Instruction, stack: Sequence[str]) -> str:
+    """Return how code uses a value whose method or attribute it loads by the instruction ``load`` in ``rest``."""
+    if load.argval in WRITERS and _is_dropped(rest, load):
+        return str(load.argval)
+    called = load.opname == "LOAD_METHOD" or _is_method(load)
+    return KEYED if called and load.argval in _LOOKUPS and _VALUE not in stack[:-1] else READ
+
+
+def _is_subscript(i: dis.Instruction) -> bool:
+    """Return whether an instruction computes ``a[b]``, which is a binary operation from Python 3.14 on."""
+    return i.opname == "BINARY_SUBSCR" or (i.opname == "BINARY_OP" and i.argrepr == "[]")
+
+
 def _apply(i: dis.Instruction, stack: list[str]) -> bool:
     """Apply an instruction to the symbols on the stack. Return False if it is unknown, or may reveal the value."""
     name = i.opname
@@ -132,7 +154,7 @@ def _apply(i: dis.Instruction, stack: list[str]) -> bool:
     elif name == "SWAP":
         at = -(i.arg or 1)
         stack[at], stack[-1] = stack[-1], stack[at]
-    elif name == "BINARY_OP":
+    elif name == "BINARY_OP" and not _is_subscript(i):
         return _combined(stack)
     elif name == "COMPARE_OP":
         right, left = stack.pop(), stack.pop()
@@ -148,20 +170,27 @@ def _apply(i: dis.Instruction, stack: list[str]) -> bool:
         return _VALUE not in stack
     elif name in ("TO_BOOL", "UNARY_NOT"):
         stack[-1] = _OTHER
-    elif name in _POPS:
-        taken = stack[-_POPS[name] :]
-        stack[-_POPS[name] :] = [_OTHER]
-        return _VALUE not in taken
+    elif name in _POPS or _is_subscript(i):
+        return _replaced(stack, _POPS.get(name, 2))
+    elif name in _BUILDS:
+        return _replaced(stack, (i.arg or 0) * _BUILDS[name])
+    elif name == "FORMAT_VALUE":
+        return _replaced(stack, 1 + bool((i.arg or 0) & 4))  # the format
     elif name in ("LOAD_METHOD", "LOAD_ATTR"):
         stack[-1] = _OTHER
         stack += [_OTHER] * (name == "LOAD_METHOD" or _is_method(i))
     elif name == "CALL":
-        taken = stack[-(i.arg or 0) - 2 :]
-        stack[-(i.arg or 0) - 2 :] = [_OTHER]
-        return _VALUE not in taken
+        return _replaced(stack, 2 + (i.arg or 0))
     else:
         return False
     return True
+
+
+def _replaced(stack: list[str], count: int) -> bool:
+    """Put one other value in the place of the uppermost ``count``; return whether the followed one is not of them."""
+    taken = stack[len(stack) - count :]
+    stack[len(stack) - count :] = [_OTHER]
+    return _VALUE not in taken
 
 
 def _combined(stack: list[str]) -> bool:
@@ -193,14 +222,7 @@ def _known(i: dis.Instruction, stack: list[str]) -> bool:
     the method or its result from the stack."""
     if stack == [_METHOD]:
         return False
-    if i.opname in ("BUILD_TUPLE", "BUILD_LIST", "BUILD_STRING", "BUILD_MAP"):
-        count = (i.arg or 0) * (1 + (i.opname == "BUILD_MAP"))
-        stack[len(stack) - count :] = [_OTHER]
-        return len(stack) > 2
-    if i.opname == "FORMAT_VALUE":
-        del stack[len(stack) - bool((i.arg or 0) & 4) :]  # the format
-        return len(stack) > 2
-    return _apply(i, stack) and len(stack) >= 2
+    return _apply(i, stack) and stack[:2] == ["callee", "callee"]
 
 
 def _after(rest: tuple[dis.Instruction, ...], one: dis.Instruction) -> Iterator[dis.Instruction]:
