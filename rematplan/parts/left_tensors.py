@@ -18,6 +18,31 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
     """Return the tensors, except ``results``, that Python still holds and whose autograd graph has one of ``nodes``."""
     known = {id(one) for one in results}
     without: set[Any] = set()
+    found = [
+        one
+        for one in _tensors_with_graphs()
+        if id(one) not in known and _reaches(one.grad_fn, nodes, without)
+    ]
+    # Python objects of tensors that only an autograd graph has saved exist too, but nothing in Python refers to them.
+    holders = [one for one in gc.get_referrers(*found) if one is not found] if found else []
+    held = {id(one) for one in gc.get_referents(*holders)} if holders else set()
+    return [one for one in found if id(one) in held]
+
+
+def nodes_of_tensors() -> set[Any]:
+    """Return the autograd nodes that made the tensors that exist in Python. What is computed later continues the
+    earlier graphs at these nodes."""
+    return {one.grad_fn for one in _tensors_with_graphs()}
+
+
+def reach(tensors: Iterable[torch.Tensor], nodes: Collection[Any]) -> bool:
+    """Return whether the autograd graph of one of the tensors has one of ``nodes``."""
+    without: set[Any] = set()
+    return any(one.grad_fn is not None and _reaches(one.grad_fn, nodes, without) for one in tensors)
+
+
+def _tensors_with_graphs() -> list[torch.Tensor]:
+    """Return the tensors that exist in Python and that an autograd node made."""
     objects = gc.get_objects()
     # Of millions of objects, a few thousand types: what costs time for an object is done for its type.
     kinds = {
@@ -26,19 +51,7 @@ def left_tensors(nodes: Collection[Any], results: Sequence[torch.Tensor]) -> lis
         if issubclass(kind, torch.Tensor)
         and not issubclass(kind, (FakeTensor, FunctionalTensor))  # garbage of a capture that failed
     }
-    found = [
-        one
-        for one in objects
-        if type(one) in kinds
-        and id(one) not in known
-        and one.grad_fn is not None
-        and _reaches(one.grad_fn, nodes, without)
-    ]
-    del objects  # it would count as a holder
-    # Python objects of tensors that only an autograd graph has saved exist too, but nothing in Python refers to them.
-    holders = [one for one in gc.get_referrers(*found) if one is not found] if found else []
-    held = {id(one) for one in gc.get_referents(*holders)} if holders else set()
-    return [one for one in found if id(one) in held]
+    return [one for one in objects if type(one) in kinds and one.grad_fn is not None]
 
 
 def _reaches(start: Any, nodes: Collection[Any], without: set[Any]) -> bool:

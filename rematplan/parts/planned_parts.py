@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -211,9 +212,9 @@ class PlannedParts:
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = [*plain_tensors(tensors_in(leaves))]  # nested ones have no plain sizes
-        # Each new number, or object whose tensors are not found, would be rehearsed.
+        # Each new number, or object made for one call, would be rehearsed.
         numbers = (int, float) if isinstance(self.error, CapturedAnew) else ()
-        leaves = [type(leaf) if type(leaf) in numbers or hides_tensors(leaf) else leaf for leaf in leaves]
+        leaves = [type(leaf) if type(leaf) in numbers else _without_identity(leaf) for leaf in leaves]
         known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
         of_sizes = (one for sizes, one in known if sizes is not None and _within(tensors, sizes))
         rehearsed = next((one for one in of_sizes if _holds(original.model, one)), None)
@@ -334,6 +335,16 @@ class PlannedParts:
             first.setdefault(text, name)
         why = "; ".join(f"{name}: {text}" for text, name in [*first.items()][:2])
         return f"{self.error}; no part of it can be planned{f' ({why})' * bool(why)}"
+
+
+def _without_identity(leaf: Any) -> Any:
+    """Return the type of an argument of a user's class, and whether it has tensors that pytrees do not find, unless it
+    is a module or equals others by its content. Return any other argument itself."""
+    hidden = hides_tensors(leaf)
+    by_identity: Any = object.__hash__
+    is_object = type(leaf).__hash__ is by_identity and type(getattr(leaf, "__dict__", None)) is dict
+    made_anew = is_object and not isinstance(leaf, (nn.Module, FunctionType))
+    return (type(leaf), hidden) if hidden or made_anew else leaf
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:

@@ -21,7 +21,7 @@ from rematplan.module.captures import Captures, ReadyCapture
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.symbolic_forward import Found
 from rematplan.parts.forward_patches import Patches
-from rematplan.parts.left_tensors import AttributeTensors, left_tensors, not_part_of
+from rematplan.parts.left_tensors import AttributeTensors, left_tensors, nodes_of_tensors, not_part_of, reach
 from rematplan.parts.live_bytes import LiveBytes, allocated_bytes
 from rematplan.parts.rehearsed import IS_EQUAL, TOO_SMALL, UNTRAINED, EqualParts, Event, Rehearsed, inside
 from rematplan.parts.sharded_weights import Substitutes
@@ -78,6 +78,8 @@ class Rehearsal:
         self._substitutes = Substitutes(model, lambda made: self._live.leave_out(made))
         self._anchors: list[torch.Tensor] = []
         self._given: Sequence[torch.Tensor] = ()
+        self._earlier: set[Any] = set()
+        """The autograd nodes from before the forward."""
         self._attributes: AttributeTensors
         self._nodes: dict[Any, tuple[str, frozenset[int]]] = {}
         """The nodes of placeholders, with the part's name and the positions of inputs that it uses several times."""
@@ -91,6 +93,7 @@ class Rehearsal:
         leaves = flattened_call(args, kwargs)[0]
         self._given = tensors_in(leaves)
         self._attributes = AttributeTensors(self.model)
+        self._earlier = nodes_of_tensors()
         objects = SameObjects(pytree.tree_leaves((args, kwargs)))
         try:
             with guards.python_state_restored(self.model, leaves), unchanged(self.model):
@@ -99,6 +102,7 @@ class Rehearsal:
             objects.restore()
             torch.clear_autocast_cache()  # it keeps tensors of this forward
             self._nodes.clear()  # a node keeps this rehearsal
+            self._earlier.clear()
             self._given = ()
 
     def _measured(self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsed:
@@ -216,8 +220,10 @@ class Rehearsal:
         return None
 
     def _backward(self, outputs: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> bool:
-        """Run the backward. Return whether that was possible: false without outputs, or if an op of the user raises an
-        error."""
+        """Run the backward. Return whether that was possible: false without outputs, if an op of the user raises an
+        error, or if the forward continues the graph of an earlier call, which a backward would free."""
+        if reach(outputs, self._earlier):
+            return False
         every = (*self.model.parameters(), *self._substitutes.leaves, *arguments, *self._anchors)
         leaves = [one for one in every if one.requires_grad and one.is_leaf]
         tangents = [torch.ones_like(one) for one in outputs]

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 import rematplan
 from rematplan.ir import ModelError
+from rematplan.parts.rehearsal import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("few_searches")
 
@@ -216,3 +217,33 @@ def test_evaluation_copies_and_removal() -> None:
         assert torch.equal(found, plain(*batch(1)))
     rematplan.remove(model)
     assert all("forward" not in vars(part) for part in model.modules())
+
+
+class Carrying(Base):
+    """Blocks of which each call adds its result to an object, and reads what earlier calls have added."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.entries.append(self.body(x + sum(cache.entries)).tanh())
+        loss: Tensor = self.head(cache.entries[-1]).square().mean()
+        return loss
+
+
+def test_a_call_may_continue_the_graph_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsals: list[Rehearsal] = []
+    real = Rehearsal.run
+    monkeypatch.setattr(Rehearsal, "run", lambda one, *of: (rehearsals.append(one), real(one, *of))[1])
+    model, plain = made(Carrying)
+    in_parts(model, "2MiB")
+    counts = []
+    for step in range(3):
+        for one in (model, plain):
+            seeded(step)
+            one.zero_grad()
+            cache = Cache()
+            torch.stack([one(batch(at)[0], cache) for at in range(3)]).sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        counts.append(len(rehearsals))
+    # An object that is made for one step is no reason for another rehearsal.
+    assert counts[0] > 0
+    assert counts[1:] == [counts[0]] * 2
