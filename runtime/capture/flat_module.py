@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,8 +102,8 @@ def tensors_in(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def refill(arguments: Any, left: Any) -> Any:
-    """Change the caller's lists, dictionaries and opened objects, in place, to ``left``, the content that the forward
-    gave to copies, and return them. Where types or the items of a tuple differ, return that part of ``left``
+    """Change the caller's lists, deques, dictionaries and opened objects, in place, to ``left``, the content that the
+    forward gave to copies, and return them. Where types or the items of a tuple differ, return that part of ``left``
     instead."""
     if type(arguments) is not type(left):
         return left
@@ -116,11 +117,12 @@ def refill(arguments: Any, left: Any) -> Any:
         for key, one in parts.items():  # some classes have no `update`
             arguments[key] = one
         return arguments
-    if not isinstance(arguments, (list, tuple)):
+    if not isinstance(arguments, (list, tuple, deque)):
         return left
-    items = [*map(refill, arguments, left), *left[len(arguments) :]]
-    if isinstance(arguments, list):
-        arguments[:] = items
+    items = [*map(refill, arguments, left), *[*left][len(arguments) :]]
+    if isinstance(arguments, (list, deque)):
+        arguments.clear()
+        arguments.extend(items)
     elif not all(map(is_, arguments, items)):
         return left
     return arguments
@@ -242,7 +244,7 @@ class FlatModel(nn.Module):
     def _called(self, args: Any, kwargs: Any) -> Any:
         """Call the model and return its results. Objects that it is called with are restored afterwards; `ModelError`
         if it changed one."""
-        objects = SameObjects(pytree.tree_leaves((args, kwargs)))
+        objects = SameObjects(pytree.tree_leaves((args, kwargs), is_leaf=_is_object))
         try:
             results = self._forward(*args, **kwargs)
         finally:
@@ -263,6 +265,12 @@ class FlatModel(nn.Module):
         left, spec = flattened(with_opened_objects(arguments))
         at = {id(leaf): ArgumentLeaf(at) for at, leaf in enumerate(leaves)}
         return pytree.tree_unflatten([at.get(id(leaf), leaf) for leaf in left], spec)
+
+
+def _is_object(one: Any) -> bool:
+    """Return whether `refill` cannot change an argument in place, such as one of a class that a user registered with
+    PyTorch's pytrees."""
+    return not isinstance(one, (list, tuple, deque, dict)) and type(one) not in OPENED
 
 
 LOST = object()

@@ -10,6 +10,7 @@ from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,7 @@ from rematplan.runtime.graph.compat import pytree
 from rematplan.runtime.graph.generator_states import global_generators, states_restored
 from rematplan.runtime.graph.warn import warn
 from rematplan.runtime.guards.attributes import is_record
-from rematplan.runtime.guards.containers import refill
+from rematplan.runtime.guards.containers import CONTAINERS, content, items_in, refill, unchanged_content
 from rematplan.runtime.guards.snapshots import PLAIN
 from rematplan.runtime.symbols.expressions import SYMBOLIC, NotSymbolic
 
@@ -60,37 +61,42 @@ def check_no_sizes_kept(module: nn.Module) -> None:
 
 
 class SameObjects:
-    """The attributes of objects that a module is called with, and of objects in them, to be restored. Modules,
-    functions, classes and all beyond `_MOST` objects are left out."""
+    """The attributes of objects that a module is called with, and of objects in them, to be restored, and the content
+    of containers and arrays. Modules, functions, classes and all beyond `_MOST` objects are left out."""
 
     def __init__(self, arguments: Iterable[Any]) -> None:
-        """Copy the attributes of the objects in ``arguments`` and below, with the containers in these, up to `_MOST`
-        objects."""
-        self._before: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]] = []
+        """Copy the attributes and the content of ``arguments``, and of what is in them, up to `_MOST` objects."""
+        self._before: list[tuple[Any, dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any, Any]] = []
+        """Of each container and array: the object or argument that has it, itself, and its content."""
         seen: set[int] = set()
-        todo = list(arguments)
+        todo = [(one, one) for one in arguments]
         while todo and len(seen) < _MOST:
-            one = todo.pop()
+            one, owner = todo.pop()
             if id(one) in seen or isinstance(one, _NO_STATE):
                 continue
             seen.add(id(one))
-            if type(one) in (*STANDARD_CONTAINERS, tuple):
-                todo += one.values() if isinstance(one, dict) else one
-            elif type(getattr(one, "__dict__", None)) is dict:
-                self._before.append((one, dict(vars(one)), _contents(one)))
-                todo += vars(one).values()
+            todo += [(item, owner) for item in items_in(one) if type(item) not in PLAIN]
+            if isinstance(one, (*CONTAINERS, np.ndarray)):
+                self._contents.append((owner, one, content(one)))
+            if type(getattr(one, "__dict__", None)) is dict:
+                self._before.append((one, dict(vars(one))))
+                todo += [(value, one) for value in vars(one).values()]
 
     def restore(self) -> list[Any]:
-        """Restore the attributes, and return the objects that had changed. New values of `functools.cached_property` do
-        not count as changes."""
+        """Restore the attributes and the content, and return the objects and arguments that had changed. New values of
+        `functools.cached_property` do not count as changes."""
         changed = []
-        for one, attributes, contents in self._before:
+        for one, attributes in self._before:
             now = {k: v for k, v in vars(one).items() if k in attributes or not _is_cached(one, k)}
-            if not _same(now, attributes) or any(not _same(container, was) for container, was in contents):
+            if not _same(now, attributes):
                 changed.append(one)
             vars(one).clear()
             vars(one).update(attributes)
-            for container, was in contents:
+        for owner, container, was in self._contents:
+            is_array = isinstance(container, np.ndarray)
+            if not (unchanged_content if is_array else _same)(container, was):
+                changed.append(owner)
                 refill(container, was)
         return changed
 

@@ -100,8 +100,8 @@ def python_state_restored(model: nn.Module, leaves: Sequence[Any]) -> Iterator[N
     state = PythonState(Reads(modules), global_reads)
     state.check_iterators(watched=False)
     values = [value for namespace in state.namespaces for value in namespace.before.values()]
-    own = (v for value in values for v in parts_of(value) if isinstance(v, torch.Generator))
-    with states_restored((*global_reads.generators.values(), *own)):
+    found = (v for value in (*values, *leaves) for v in parts_of(value) if isinstance(v, torch.Generator))
+    with states_restored((*global_reads.generators.values(), *found)):
         try:
             yield
         finally:

@@ -4,6 +4,10 @@ import copy
 import itertools
 import pickle
 import random
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +34,7 @@ from torch.nn import functional
 import rematplan
 from rematplan.ir import ModelError
 from rematplan.parts.rehearsal import Rehearsal
+from rematplan.runtime.graph.compat import pytree
 
 pytestmark = pytest.mark.usefixtures("few_searches")
 
@@ -247,3 +252,97 @@ def test_a_call_may_continue_the_graph_of_an_earlier_call(monkeypatch: pytest.Mo
     # An object that is made for one step is no reason for another rehearsal.
     assert counts[0] > 0
     assert counts[1:] == [counts[0]] * 2
+
+
+class Registered:
+    """A class that its user has registered with PyTorch's pytrees."""
+
+    def __init__(self, calls: int = 0) -> None:
+        self.calls = calls
+
+
+pytree.register_pytree_node(Registered, lambda one: ([], one.calls), lambda _leaves, calls: Registered(calls))
+
+
+def counted(kept: Any, at: Any = 0) -> int:
+    kept[at] += 1
+    return int(kept[at])
+
+
+def appended(kept: Any) -> int:
+    kept.append(1)
+    return len(kept)
+
+
+def added(kept: set[int]) -> int:
+    kept.add(len(kept))
+    return len(kept)
+
+
+def called(kept: Any) -> int:
+    kept.calls += 1
+    return int(kept.calls)
+
+
+class Changing(Base):
+    """Changes an argument, and computes with the number that it finds there. ``drops``: whether NumPy also draws."""
+
+    def __init__(self, change: Callable[[Any], int], drops: bool) -> None:
+        super().__init__()
+        self.change, self.drops = change, drops
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        if self.drops and np.random.uniform() < 0.3:
+            x = self.blocks[0](x)
+        return self.head(self.body(x)).square().mean() * self.change(kept)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        (Counter(a=0), partial(counted, at="a")),
+        (np.zeros(2), counted),
+        (array("l", [0]), counted),
+        (deque[int](), appended),
+        (set[int](), added),
+        (Registered(), called),
+    ],
+    ids=lambda of: type(of).__name__ if not callable(of) else "",
+)
+def test_an_argument_that_the_forward_changes_is_changed_once(
+    kept: Any, change: Callable[[Any], int], drops: bool
+) -> None:
+    model, plain = made(partial(Changing, change, drops))
+    in_parts(model, "2MiB")
+    for step in range(3):
+        given = [copy.deepcopy(kept), copy.deepcopy(kept)]
+        losses = []
+        for one, own in zip((model, plain), given, strict=True):
+            seeded(step)
+            losses.append(one(batch(step)[0], own))
+        assert torch.equal(*losses)
+        found, wanted = (str(vars(one) if change is called else one) for one in given)
+        assert found == wanted
+
+
+class Noisy(Base):
+    """Adds noise of a generator that it is called with."""
+
+    def forward(self, x: Tensor, generators: list[torch.Generator]) -> Tensor:
+        noise = torch.randn(x.shape, generator=generators[0])
+        loss: Tensor = self.head(self.body(x) + noise).square().mean()
+        return loss
+
+
+def test_a_generator_among_the_arguments_draws_once() -> None:
+    model, plain = made(Noisy)
+    in_parts(model, "2MiB")
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    for step in range(2):
+        losses = []
+        for one, generator in zip((model, plain), generators, strict=True):
+            seeded(step)
+            losses.append(one(batch(step)[0], [generator]))
+        assert torch.equal(*losses)
+        assert torch.equal(*(generator.get_state() for generator in generators))
