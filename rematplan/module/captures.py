@@ -125,9 +125,9 @@ class Captures:
         for ready in self.ready:
             if ready.serves(tracing):
                 return ready.found
-        met = {sizes for one in self.shapes.values() for sizes in one.met}
+        met = {sizes: fills for one in self.shapes.values() for sizes, fills in one.met.items()}
         # Many sizes displace each other's plans.
-        self.repeated += tuple(t.shape for t in tracing.batch) in met and len(met) < self.most
+        self.repeated += not met.get(tuple(t.shape for t in tracing.batch), True) and len(met) < self.most
         found = shapes.find(tracing.state, tracing.batch, tracing.symbolic, tracing.fixed)
         self._drop_oldest()
         return found

@@ -12,6 +12,8 @@ from torch import nn
 from rematplan.ir import ModelError, NotCaptured
 from rematplan.module.model_errors import eager_forwards
 from rematplan.runtime.graph.compat import disable_current_modes
+from rematplan.runtime.guards.guard import Guard
+from rematplan.runtime.guards.module_state import ModuleState
 from rematplan.runtime.guards.namespace import Namespace
 from rematplan.runtime.guards.python_state import PythonState
 from rematplan.runtime.guards.snapshots import UNSET, kept, same
@@ -28,12 +30,26 @@ Place = tuple[str, str]
 
 
 class MovingTensors(NotCaptured):
-    """A forward that computes with tensors which it replaces in each call. ``places``: the attributes that have
+    """A forward that computes with tensors which are replaced between calls. ``places``: the attributes that have
     them."""
 
     def __init__(self, message: str, places: frozenset[Place]) -> None:
         super().__init__(message)
         self.places = places
+
+
+def replaced_tensors(model: nn.Module, state: ModuleState, known: Iterable[Guard]) -> frozenset[Place]:
+    """Return the attributes that have tensors now, and had others in earlier calls, at least two. (A single one may be
+    that of the model of which this one is a copy.) ``known``: the guards of earlier calls; ``state``: the model's state
+    now."""
+    modules = [part for part, _ in model.named_modules()]
+    others: dict[Place, set[int]] = {}
+    for guard in known:
+        for (at, path), attribute, then, now in guard.attributes_now(state):
+            if _shapes(then) and _shapes(now):
+                found = others.setdefault((modules[at], ".".join((*path, attribute))), set())
+                found.add(0 if same(now, then) else id(then))
+    return frozenset(place for place, found in others.items() if len(found) > 1 and 0 not in found)
 
 
 def check_state_returns(

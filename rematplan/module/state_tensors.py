@@ -1,5 +1,5 @@
-"""Tensors that a forward leaves in attributes and computes with in its next call, such as a recurrent network's
-hidden state: planned calls get them as further arguments."""
+"""Tensors in attributes that are replaced between calls, such as a recurrent network's hidden state, or a table that
+is made anew for another length: planned calls get them as further arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rematplan.runtime.guards.snapshots import UNSET
 
 @dataclass(frozen=True)
 class StateTensors:
-    """The attributes with tensors that a forward replaces in each call."""
+    """The attributes with tensors that are replaced between calls."""
 
     places: frozenset[Place] = frozenset()
 

@@ -47,8 +47,8 @@ class OpenShapes:
     """How many of them were made, those included that were dropped since."""
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
     """The last shapes that were captured separately: fake tensors of these shapes, and the results."""
-    met: dict[tuple[torch.Size, ...], None] = field(default_factory=dict)
-    """The last shapes of calls, as keys."""
+    met: dict[tuple[torch.Size, ...], bool] = field(default_factory=dict)
+    """The last shapes of calls, each with whether the next call of them may have another graph: `Guard.fills`."""
     misses: int = 0
     """How many latest captures in succession served no known shape but their own, although another one has sizes 0 and
     1 at the same places."""
@@ -115,7 +115,7 @@ class OpenShapes:
             why, (self.limited, self.reason) = (self.limited, self.reason), before
             found = self._fixed(fixed)
             self.limited, self.reason = why
-        remember(self.met, shapes, None, SHAPES_MET)
+        remember(self.met, shapes, found.guard.fills, SHAPES_MET)
         return found
 
     def accepted(

@@ -24,7 +24,7 @@ from rematplan.ir import (
 from rematplan.module.cached_plans import CachedPlans, CacheEntry
 from rematplan.module.capture_lock import LOCK
 from rematplan.module.captures import MANY
-from rematplan.module.changing_state import MovingTensors
+from rematplan.module.changing_state import MovingTensors, replaced_tensors
 from rematplan.module.forward_capture import Original, Tracing
 from rematplan.module.runner import Runner
 from rematplan.module.shape_options import ShapeOptions
@@ -197,8 +197,14 @@ class WholeOrParts(Runner):
             self._drop_plans()
 
     def _new(self, tracing: Tracing) -> CacheEntry:
-        """Return a new entry for a call. Unless the model stays whole, raise `CapturedAnew` after `MANY` graphs of
-        known sizes, or separate captures of as many sizes as plans are kept."""
+        """Return a new entry for a call. Raise `MovingTensors` if attributes have other tensors than for several known
+        entries. Unless the model stays whole, raise `CapturedAnew` after `MANY` graphs of known sizes, or separate
+        captures of as many sizes as plans are kept."""
+        guards = [one.guard for one in self.plans.plain()]
+        replaced = replaced_tensors(tracing.model, tracing.state, guards) - self.state.places
+        if replaced:
+            told = ", ".join(sorted(".".join(place).lstrip(".") for place in replaced))
+            raise MovingTensors(f"{self.name}: {told} became other tensors after they were planned", replaced)
         why = ""
         if self.captures.repeated >= MANY:
             why = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from operator import getitem, is_
@@ -14,6 +15,7 @@ import torch
 
 from rematplan.runtime.guards.bulk_comparison import Namespaces, Table
 from rematplan.runtime.guards.counted_numbers import Comparison
+from rematplan.runtime.guards.looked_up import KnownItems
 from rematplan.runtime.guards.module_state import ModuleState
 from rematplan.runtime.guards.places import (
     Attribute,
@@ -42,7 +44,7 @@ class Guard:
         found: Sequence[Found],
         shared: Sequence[SharedRecord],
         decided: ValueGuard,
-        conditions: Sequence[Comparison | KnownKeys | IsNone] = (),
+        conditions: Sequence[Comparison | KnownKeys | KnownItems | IsNone] = (),
     ) -> None:
         """Sort what the forward ``found`` into tables that are compared in few calls. ``conditions``: what must hold of
         values that the forward changes in each call, such as counters."""
@@ -63,6 +65,12 @@ class Guard:
         self.items, self.of_items = _numbered(items)
         self.objects, self.of_objects = _numbered(attributes, getattr)
         self.others, self.of_others = _numbered(others)
+        self.attributes = {
+            (f.place.owner, name): value
+            for f in found
+            if isinstance(f.place, Attribute)
+            for name, value in {**f.objects, **f.copies}.items()
+        }
         self.shared = [_Shared.of(record) for record in shared]
         self.decided, self.conditions = decided, conditions
 
@@ -98,6 +106,18 @@ class Guard:
             )
         except _GONE:
             return False
+
+    @property
+    def fills(self) -> bool:
+        """Whether the forward looked up keys that a dictionary did not have, so that its next call may find them."""
+        return any(isinstance(one, KnownItems) and one.has_absent for one in self.conditions)
+
+    def attributes_now(self, state: ModuleState) -> Iterator[tuple[Owner, str, Any, Any]]:
+        """Yield the attributes that the forward read and that still exist: where, the name, the value that the forward
+        found, and the present one."""
+        for (owner, name), then in self.attributes.items():
+            with suppress(*_GONE):
+                yield owner, name, then, Attribute(owner).find(state.attributes)[name]
 
     def _others_hold(self, attributes: Attributes) -> bool:
         places = [place.find(attributes) for place in self.others]

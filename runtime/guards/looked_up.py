@@ -103,6 +103,11 @@ class KnownItems:
     name: str
     items: Mapping[Any, Any]
 
+    @property
+    def has_absent(self) -> bool:
+        """Whether the dictionary lacked one of the keys."""
+        return any(was is UNSET for was in self.items.values())
+
     def holds(self, attributes: Attributes) -> bool:
         """Return whether the dictionary has the same values of these keys. ``attributes``: the ``__dict__`` of each
         module, by position."""

@@ -232,9 +232,9 @@ class PythonState:
 
     def _looked_up(self, at: int, name: str, value: Any) -> LookedUp | None:
         """Return what notes the keys that are looked up in a value; None unless it is a dictionary that was there
-        before the forward."""
+        before the forward, and none in which `nn.Module` keeps its hooks."""
         was = self.content_of(value)
-        if type(value) not in DICTIONARIES or was is None:
+        if type(value) not in DICTIONARIES or was is None or name in BOOKKEEPING:
             return None
         return LookedUp(value, self.lookups.setdefault((at, name), Lookups(was)))
 

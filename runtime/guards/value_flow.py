@@ -10,6 +10,7 @@ import dis
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType
+from typing import Any
 
 READ = "read"
 """The use may reveal the value."""
@@ -60,8 +61,7 @@ def uses_of(code: CodeType, name: str) -> tuple[str, ...]:
         use_of(code, i.offset, name) for i in _instructions(code) if _LOADS.get(i.opname) and i.argval == name
     ]
     # Some load two variables.
-    others = (i.argval for i in _instructions(code) if i.opname in _OTHER_LOADS)
-    found += [READ for one in others if name in (one if isinstance(one, tuple) else (one,))]
+    found += [READ for i in _instructions(code) if i.opname in _OTHER_LOADS and name in _names_of(i)]
     found += [READ for constant in code.co_consts if isinstance(constant, str) and constant == name]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -103,6 +103,8 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
             return READ if _VALUE in (*stack[:-2], stack[-1]) else TESTED
         if name == "STORE_SUBSCR" and stack[-2] == _VALUE and _VALUE not in (stack[-1], stack[-3]):
             return ITEM
+        if name == "STORE_FAST" and load.opname != "LOAD_FAST" and stack[-1] == _VALUE:
+            return _use_of_local(rest, i.argval) if stack.count(_VALUE) == 1 else READ
         if name == "CONTAINS_OP" and stack[-1] == _VALUE and _VALUE not in stack[:-1]:
             return KEYED
         if _is_subscript(i) and stack[-2] == _VALUE and stack.count(_VALUE) == 1:
@@ -124,6 +126,19 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
         if _VALUE not in stack:
             return COUNTED
     return READ
+
+
+def _use_of_local(code: tuple[dis.Instruction, ...], name: str) -> str:
+    """Return how ``code`` uses a dictionary that it has stored in a local variable: `KEYED` if it only looks up single
+    keys in it or stores items, else `READ`."""
+    loads = [k for k, i in enumerate(code) if "LOAD_" in i.opname and name in _names_of(i)]
+    plain = all(code[k].opname == "LOAD_FAST" for k in loads)
+    uses = {_followed(code[k + 1 :], code[k], _OTHER, [_OTHER] * 5 + [_VALUE]) for k in loads if plain}
+    return KEYED if KEYED in uses <= {KEYED, ITEM} else READ
+
+
+def _names_of(i: dis.Instruction) -> tuple[Any, ...]:
+    return i.argval if isinstance(i.argval, tuple) else (i.argval,)
 
 
 def _method_use(rest: tuple[dis.Instruction, ...], load: dis.Instruction, stack: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rematplan
+from rematplan.module.forward_capture import Tracing
 from rematplan.module.verification import same_bits
 
 X = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(0))
@@ -154,3 +155,54 @@ def test_a_state_whose_accesses_are_not_seen_has_no_plan() -> None:
     model.kept = SimpleNamespace(h=torch.zeros(8, 16))
     with pytest.warns(UserWarning, match=r"changes kept\.h and computes with it"):
         rematplan.plan_module(model, (X[0],), budget="200%", costs="roofline")
+
+
+class Growing(nn.Linear):
+    """Makes its table anew if a batch is longer than all before."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] < x.shape[0]:
+            self.table = torch.arange(x.shape[0])[:, None] / 9.0
+        return super().forward(x + self.table[: x.shape[0]]).tanh()
+
+
+class LastLength(Growing):
+    """Makes its table anew if a batch has another length than the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] != x.shape[0]:
+            self.table = torch.arange(x.shape[0])[:, None] / 9.0
+        return nn.Linear.forward(self, x + self.table).tanh()
+
+
+class Given(Growing):
+    """Computes with a table that the training loop replaces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.table is not None
+        return nn.Linear.forward(self, x + self.table[: x.shape[0]]).tanh()
+
+
+@pytest.mark.parametrize("kind", [Growing, LastLength, Given])
+def test_tables_that_are_replaced_are_arguments(kind: type[Growing], monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[object] = []
+    fixed = Tracing.fixed
+    monkeypatch.setattr(Tracing, "fixed", lambda self: traced.append(self) or fixed(self))
+    torch.manual_seed(0)
+    plain = kind()
+    model = rematplan.apply(copy.deepcopy(plain), "1MiB", strategy="approx_dp", costs="roofline")
+    lengths = [4, 4, 6, 5, 6, 4, 7, 9, 8, 5, 9, 6, 4, 7, 8, 8, 9, 5, 4, 6]
+    for at, length in enumerate(lengths):
+        x, given = torch.randn(length, 16), torch.randn(9, 16)
+        for one in (plain, model):
+            one.zero_grad()
+            one.table = given if kind is Given else one.table
+            one(x).square().sum().backward()
+        assert torch.equal(plain.weight.grad, model.weight.grad), (at, length)
+        assert torch.equal(plain.table, model.table)
+    assert len(traced) <= 10
+    assert rematplan.planning(model).plans

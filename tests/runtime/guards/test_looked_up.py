@@ -12,7 +12,7 @@ from same_bits import SETTINGS
 from torch import Tensor, nn
 
 import rematplan
-from rematplan.module.captures import Captures
+from rematplan.module.captures import MANY, Captures
 
 TABLE: dict[Any, Any] = {}
 ABSENT = object()
@@ -63,13 +63,20 @@ def of_a_class(s: Any, x: Tensor) -> Any:
     return s.of_class[x.shape[0]]
 
 
+def through_a_variable(s: Any, x: Tensor) -> Any:
+    known = s.d
+    if x.shape[0] not in known:
+        known[x.shape[0]] = 2.0 + x.shape[0]
+    return known[x.shape[0]]
+
+
 def ordered(s: Any, x: Tensor) -> Any:
     if x.shape[0] not in s.ordered:
         s.ordered[x.shape[0]] = 2.0
     return s.ordered[x.shape[0]]
 
 
-RULES = (a_number, a_tensor, a_text, a_global, of_a_class, ordered)
+RULES = (a_number, a_tensor, a_text, a_global, of_a_class, through_a_variable, ordered)
 
 
 def gradient(model: nn.Module, rows: int) -> Tensor:
@@ -123,6 +130,29 @@ def test_an_entry_that_is_replaced_or_deleted_outside_is_seen(captured: list[obj
         assert torch.equal(gradient(model, n), gradient(plain, n))
         assert model.d == plain.d
     assert len(captured) == 5  # with 2: absent, 0.5, 7.0, and 8.0; 3 absent
+
+
+def a_variable_that_is_passed_on(s: Any, x: Tensor) -> Any:
+    known = s.d
+    if x.shape[0] not in known:
+        known[x.shape[0]] = 2.0
+    return len(known) + known[x.shape[0]]
+
+
+def test_a_variable_that_is_used_in_another_way_is_compared_whole(captured: list[object]) -> None:
+    model, plain = planned(a_variable_that_is_passed_on), Net(a_variable_that_is_passed_on)
+    for n in (2, 2, 3, 2):
+        assert torch.equal(gradient(model, n), gradient(plain, n))
+    assert len(captured) == 4
+
+
+def test_many_lengths_are_planned_whole(captured: list[object]) -> None:
+    model = planned(a_number)
+    for n in range(2, 2 + MANY):
+        gradient(model, n)
+        gradient(model, n)
+    assert rematplan.planning(model).plan.budget == 1 << 20
+    assert len(captured) == 2 * MANY
 
 
 def entries() -> float:
