@@ -45,7 +45,7 @@ def replaced_tensors(model: nn.Module, state: ModuleState, known: Iterable[Guard
     modules = [part for part, _ in model.named_modules()]
     others: dict[Place, set[int]] = {}
     for guard in known:
-        for (at, path), attribute, then, now in guard.attributes_now(state):
+        for (at, path), attribute, then, now in guard.sequences_now(state):
             if _shapes(then) and _shapes(now):
                 found = others.setdefault((modules[at], ".".join((*path, attribute))), set())
                 found.add(0 if same(now, then) else id(then))

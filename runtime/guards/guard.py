@@ -65,11 +65,12 @@ class Guard:
         self.items, self.of_items = _numbered(items)
         self.objects, self.of_objects = _numbered(attributes, getattr)
         self.others, self.of_others = _numbered(others)
-        self.attributes = {
+        self.sequences = {
             (f.place.owner, name): value
             for f in found
             if isinstance(f.place, Attribute)
             for name, value in {**f.objects, **f.copies}.items()
+            if isinstance(value, (torch.Tensor, list, tuple))
         }
         self.shared = [_Shared.of(record) for record in shared]
         self.decided, self.conditions = decided, conditions
@@ -112,10 +113,10 @@ class Guard:
         """Whether the forward looked up keys that a dictionary did not have, so that its next call may find them."""
         return any(isinstance(one, KnownItems) and one.has_absent for one in self.conditions)
 
-    def attributes_now(self, state: ModuleState) -> Iterator[tuple[Owner, str, Any, Any]]:
-        """Yield the attributes that the forward read and that still exist: where, the name, the value that the forward
-        found, and the present one."""
-        for (owner, name), then in self.attributes.items():
+    def sequences_now(self, state: ModuleState) -> Iterator[tuple[Owner, str, Any, Any]]:
+        """Yield the attributes in which the forward found a tensor, list or tuple, if they still exist: where, the
+        name, the value that the forward found, and the present one."""
+        for (owner, name), then in self.sequences.items():
             with suppress(*_GONE):
                 yield owner, name, then, Attribute(owner).find(state.attributes)[name]
 

@@ -145,8 +145,10 @@ class PythonState:
             if namespace.uses and self._are_own_variables(namespace.values):
                 for name, value in namespace.before.items():
                     uses = {*namespace.uses(name)} if type(value) in DICTIONARIES else ()
-                    if KEYED in uses and _BY_KEY.issuperset(uses) and not name.startswith("__"):
-                        assign(namespace.values, name, self._looked_up(at, name, value))
+                    by_key = KEYED in uses and _BY_KEY.issuperset(uses) and not name.startswith("__")
+                    noting = self._looked_up(at, name, value) if by_key else None
+                    if noting is not None:
+                        assign(namespace.values, name, noting)
 
     def _are_own_variables(self, values: Any) -> bool:
         """Return whether values are the variables of a Python module, or the attributes of a class, that is the
@@ -232,7 +234,7 @@ class PythonState:
 
     def _looked_up(self, at: int, name: str, value: Any) -> LookedUp | None:
         """Return what notes the keys that are looked up in a value; None unless it is a dictionary that was there
-        before the forward, and none in which `nn.Module` keeps its hooks."""
+        before the forward, also for those in which `nn.Module` keeps hooks."""
         was = self.content_of(value)
         if type(value) not in DICTIONARIES or was is None or name in BOOKKEEPING:
             return None

@@ -15,6 +15,7 @@ import rematplan
 from rematplan.module.captures import MANY, Captures
 
 TABLE: dict[Any, Any] = {}
+modules: dict[Any, Any] = {}  # a name that nn.Module has, too
 ABSENT = object()
 
 
@@ -57,6 +58,12 @@ def a_global(_: Any, x: Tensor) -> Any:
     return found
 
 
+def of_a_common_name(_: Any, x: Tensor) -> Any:
+    if x.shape[0] not in modules:
+        modules[x.shape[0]] = 0.5 + x.shape[0]
+    return modules[x.shape[0]]
+
+
 def of_a_class(s: Any, x: Tensor) -> Any:
     if x.shape[0] not in s.of_class:
         s.of_class[x.shape[0]] = 3.0 + x.shape[0]
@@ -83,6 +90,14 @@ def gradient(model: nn.Module, rows: int) -> Tensor:
     model.zero_grad()
     model(torch.linspace(-1, 1, 4 * rows).view(rows, 4)).square().sum().backward()
     return model.get_parameter("lin.weight").grad.clone()
+
+
+def test_a_name_that_modules_have_too_is_compared_whole(captured: list[object]) -> None:
+    model, plain = planned(of_a_common_name), Net(of_a_common_name)
+    for n in (2, 2, 3, 2):
+        ours = gradient(model, n)
+        assert torch.equal(ours, gradient(plain, n))
+    assert len(captured) == 4
 
 
 def planned(rule: Callable[..., Any]) -> nn.Module:
