@@ -7,7 +7,7 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -42,11 +42,12 @@ _contents: dict[Path, _Content] = {}
 _lock = RLock()
 
 
-def load(file: Path, kind: type[Kind]) -> dict[str, Kind]:
-    """Return, by text of the calls, the measurements of one kind in a cache file and those still to be written. A
-    missing or damaged file counts as empty."""
+def load(file: Path, kind: type[Kind], texts: Iterable[str]) -> dict[str, Kind]:
+    """Return the measurements of one kind that a cache file has for these ``texts`` of calls, those included that are
+    still to be written. A missing or damaged file counts as empty."""
     with _lock:
-        return {k: one for k, one in _known(file).entries.items() if isinstance(one, kind)}
+        entries = _known(file).entries
+        return {text: one for text in texts if isinstance(one := entries.get(text), kind)}
 
 
 def save(file: Path, found: Mapping[str, Measured]) -> None:

@@ -67,7 +67,7 @@ def profile_costs(
     priced = [c for c in step.priced_calls if only is None or c.name in only]
     calls = {c.name: signature(step, c) for c in priced if not c.collective}
     file = profile_file(step.device, cache)
-    known = measurement_cache.load(file, CallCost)
+    known = measurement_cache.load(file, CallCost, calls.values())
     missing = {s: name for name, s in calls.items() if s not in known}
     times: dict[str, list[float]] = {}
     try:

@@ -37,23 +37,25 @@ def changed_rows(
     cannot be run. ``split``: the step in which the regions run in so many ``parts``, as `split_regions` makes it.
     ``cache``: the folder, by default the user's."""
     file = profile_file(step.device, cache)
-    known, texts = measurement_cache.load(file, bool), dict[str, str]()
     tests = _Tests(step, split)
+    bounds = {region: bounds_of(region, k) for region, k in parts.items()}
+    calls = {
+        name: (text, region)
+        for region in parts
+        for name in region.calls
+        if (text := tests.text(name, len(bounds[region]) - 1)) is not None
+    }
+    known = measurement_cache.load(file, bool, (text for text, _ in calls.values()))
     new: dict[str, bool] = {}
-    for region, k in parts.items():
-        bounds = bounds_of(region, k)
-        for name in region.calls:
-            if (text := tests.text(name, len(bounds) - 1)) is None:
-                continue
-            texts[name] = text
-            if text not in known:
-                try:
-                    known[text] = new[text] = unprofiled(partial(tests.keeps_bits, name, region, bounds))
-                except (RuntimeError, IndexError, ValueError):  # not on these arguments; it is not cached
-                    known[text] = False
+    for name, (text, region) in calls.items():
+        if text not in known:
+            try:
+                known[text] = new[text] = unprofiled(partial(tests.keeps_bits, name, region, bounds[region]))
+            except (RuntimeError, IndexError, ValueError):  # not on these arguments; it is not cached
+                known[text] = False
     if new:
         measurement_cache.save(file, new)
-    return tuple(name for name, text in texts.items() if not known[text])
+    return tuple(name for name, (text, _) in calls.items() if not known[text])
 
 
 class _Tests:

@@ -16,14 +16,14 @@ COSTS = {"a": CallCost(1.5, 2, (3, 0), 4), "b": CallCost(2.5)}
 def test_costs_are_read_as_they_were_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "profile.json", COSTS)
     monkeypatch.setattr(measurement_cache, "_contents", {})  # another process
-    assert load(tmp_path / "profile.json", CallCost) == COSTS
+    assert load(tmp_path / "profile.json", CallCost, "abc") == COSTS
 
 
 def test_costs_are_known_though_the_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("no folder")
     for found in COSTS.items():
         save(tmp_path / "folder" / "profile.json", dict([found]))
-    assert load(tmp_path / "folder" / "profile.json", CallCost) == COSTS
+    assert load(tmp_path / "folder" / "profile.json", CallCost, "abc") == COSTS
 
 
 def test_a_file_is_read_again_only_when_it_has_changed(
@@ -34,10 +34,10 @@ def test_a_file_is_read_again_only_when_it_has_changed(
     read = measurement_cache._read
     monkeypatch.setattr(measurement_cache, "_read", lambda path: [reads.append(path), read(path)][1])
     for _ in range(3):
-        assert load(file, CallCost) == COSTS
+        assert load(file, CallCost, "abc") == COSTS
     assert reads == []
     file.write_text(json.dumps({"c": [7.0, 0, [], 0]}))
-    assert load(file, CallCost) == {"c": CallCost(7.0)}
+    assert load(file, CallCost, "abc") == {"c": CallCost(7.0)}
     assert reads == [file]
 
 
@@ -50,12 +50,18 @@ def test_what_is_not_yet_written_outlives_what_others_write(
     save(file, {"b": COSTS["b"]})
     assert list(json.loads(file.read_text())) == ["a"]
     file.write_text(json.dumps({"c": [7.0, 0, [], 0]}))
-    assert load(file, CallCost) == {"b": COSTS["b"], "c": CallCost(7.0)}
+    assert load(file, CallCost, "abc") == {"b": COSTS["b"], "c": CallCost(7.0)}
     measurement_cache._write_all()
     assert sorted(json.loads(file.read_text())) == ["b", "c"]
 
 
 def test_what_is_loaded_is_the_callers(tmp_path: Path) -> None:
     save(tmp_path / "profile.json", COSTS)
-    load(tmp_path / "profile.json", CallCost).clear()
-    assert load(tmp_path / "profile.json", CallCost) == COSTS
+    load(tmp_path / "profile.json", CallCost, "abc").clear()
+    assert load(tmp_path / "profile.json", CallCost, "abc") == COSTS
+
+
+def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path / "profile.json", {**COSTS, "kept": True})
+    assert load(tmp_path / "profile.json", CallCost, ["b", "kept", "missing"]) == {"b": COSTS["b"]}
+    assert load(tmp_path / "profile.json", bool, ["b", "kept"]) == {"kept": True}
