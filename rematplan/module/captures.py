@@ -125,9 +125,11 @@ class Captures:
         for ready in self.ready:
             if ready.serves(tracing):
                 return ready.found
-        met = {sizes: fills for one in self.shapes.values() for sizes, fills in one.met.items()}
-        # Many sizes displace each other's plans.
-        self.repeated += not met.get(tuple(t.shape for t in tracing.batch), True) and len(met) < self.most
+        sizes = tuple(t.shape for t in tracing.batch)
+        met = [one.met[sizes] for one in self.shapes.values() if sizes in one.met]
+        different = {sizes for one in self.shapes.values() for sizes in one.met}
+        # A second graph is expected if the first call filled a dictionary. Many sizes displace each other's plans.
+        self.repeated += met not in ([], [True]) and len(different) < self.most
         found = shapes.find(tracing.state, tracing.batch, tracing.symbolic, tracing.fixed)
         self._drop_oldest()
         return found

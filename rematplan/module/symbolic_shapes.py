@@ -48,7 +48,8 @@ class OpenShapes:
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
     """The last shapes that were captured separately: fake tensors of these shapes, and the results."""
     met: dict[tuple[torch.Size, ...], bool] = field(default_factory=dict)
-    """The last shapes of calls, each with whether the next call of them may have another graph: `Guard.fills`."""
+    """The last shapes of calls, each with whether the next call of them is expected to have another graph: after the
+    first one, if that `fills` a dictionary."""
     misses: int = 0
     """How many latest captures in succession served no known shape but their own, although another one has sizes 0 and
     1 at the same places."""
@@ -115,7 +116,7 @@ class OpenShapes:
             why, (self.limited, self.reason) = (self.limited, self.reason), before
             found = self._fixed(fixed)
             self.limited, self.reason = why
-        remember(self.met, shapes, found.guard.fills, SHAPES_MET)
+        remember(self.met, shapes, found.guard.fills and shapes not in self.met, SHAPES_MET)
         return found
 
     def accepted(

@@ -96,6 +96,19 @@ class Logging(Base):
         return self.second(self.first(x)).square().mean()
 
 
+class NewKeys(Base):
+    """Has another key for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[float, float] = {}
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        if by not in self.known:
+            self.known[by] = by / 2
+        return self.second(self.first(x) * self.known[by]).square().mean()
+
+
 def batch(at: int, rows: int = 16) -> tuple[Any, ...]:
     return (torch.randn(rows, 16, generator=torch.Generator().manual_seed(at)),)
 
@@ -107,6 +120,7 @@ def with_number(at: int) -> tuple[Any, ...]:
 KINDS: dict[type[nn.Module], Callable[[int], tuple[Any, ...]]] = {
     WarmUp: batch,
     Inner: with_number,
+    NewKeys: with_number,
     Logging: batch,
 }
 
@@ -118,7 +132,7 @@ def test_what_changes_in_each_call_is_planned_in_parts_after_a_few_captures(
     eager, of_step = kind(), KINDS[kind]
     model = rematplan.apply(copy.deepcopy(eager), **{**SETTINGS, "budget": "4MiB"})
     plans = list[Any]()
-    for at in range(2 * STEPS if kind is Inner else STEPS):
+    for at in range(2 * STEPS if kind in (Inner, NewKeys) else STEPS):
         for one in (eager, model):
             one(*of_step(at)).backward()
         LOG.append(0.0)
