@@ -206,12 +206,15 @@ class _Search:
         return namespace.owner is not None and (namespace.owner, name) in self.state.reads.fresh
 
     def _all_uses(self, at: int, name: str) -> Collection[str]:
-        namespace = self.state.namespaces[at]
+        namespace, lookups = self.state.namespaces[at], self.state.lookups.get((at, name))
         if namespace.uses:
-            lookups = self.state.lookups.get((at, name))
-            whole = lookups is None or lookups.whole
-            return [READ if use == KEYED and whole else use for use in namespace.uses(name)]
-        return (READ,) if namespace.owner is None else self.state.uses.get((namespace.owner, name), ())
+            found: Collection[str] = namespace.uses(name)
+        elif namespace.owner is None:
+            found = (READ,)
+        else:
+            found = self.state.uses.get((namespace.owner, name), ())
+        whole = lookups is None or lookups.whole
+        return [READ if use == KEYED and whole else use for use in found]
 
     def _aliases(self, changed: Sequence[Any]) -> dict[int, list[_Alias]]:
         """Return, by id, all aliases to the changed containers through values of names before the forward."""

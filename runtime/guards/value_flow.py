@@ -82,14 +82,15 @@ def use_of(code: CodeType, offset: int, name: str) -> str:
     if _is_method(load):
         return READ
     stack = [_OTHER] * 4 + [owner, _VALUE] if owner == _OWNER else [_OTHER] * 5 + [_VALUE]
-    return _followed(instructions[at + 1 :], load, owner, stack)
+    return _followed(instructions, at, owner, stack)
 
 
-def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: str, stack: list[str]) -> str:
-    """Return how code uses a value, like `use_of`, by following it through ``rest``, the instructions after its
-    ``load``; `READ` at a jump's target or an unknown instruction. ``stack``: symbols of the values on the stack, which
+def _followed(code: tuple[dis.Instruction, ...], at: int, owner: str, stack: list[str]) -> str:
+    """Return how code uses a value, like `use_of`, by following it through the instructions after number ``at``, which
+    loads it; `READ` at a jump's target or an unknown instruction. ``stack``: symbols of the values on the stack, which
     this changes. ``owner``: the symbol of the object whose attribute is loaded."""
-    before = load
+    before = load = code[at]
+    rest = code[at + 1 :]
     for i in rest:
         name, last, before = i.opname, before, i
         if name in _NOTHING:
@@ -104,7 +105,7 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
         if name == "STORE_SUBSCR" and stack[-2] == _VALUE and _VALUE not in (stack[-1], stack[-3]):
             return ITEM
         if name == "STORE_FAST" and load.opname != "LOAD_FAST" and stack[-1] == _VALUE:
-            return _use_of_local(rest, i.argval) if stack.count(_VALUE) == 1 else READ
+            return _use_of_local(code, i.argval) if stack.count(_VALUE) == 1 else READ
         if name == "CONTAINS_OP" and stack[-1] == _VALUE and _VALUE not in stack[:-1]:
             return KEYED
         if _is_subscript(i) and stack[-2] == _VALUE and stack.count(_VALUE) == 1:
@@ -129,11 +130,11 @@ def _followed(rest: tuple[dis.Instruction, ...], load: dis.Instruction, owner: s
 
 
 def _use_of_local(code: tuple[dis.Instruction, ...], name: str) -> str:
-    """Return how ``code`` uses a dictionary that it has stored in a local variable: `KEYED` if it only looks up single
-    keys in it or stores items, else `READ`."""
+    """Return how ``code`` uses a dictionary that it stores in a local variable: `KEYED` if all loads of the variable
+    only look up single keys or store items, else `READ`."""
     loads = [k for k, i in enumerate(code) if "LOAD_" in i.opname and name in _names_of(i)]
     plain = all(code[k].opname == "LOAD_FAST" for k in loads)
-    uses = {_followed(code[k + 1 :], code[k], _OTHER, [_OTHER] * 5 + [_VALUE]) for k in loads if plain}
+    uses = {_followed(code, k, _OTHER, [_OTHER] * 5 + [_VALUE]) for k in loads if plain}
     return KEYED if KEYED in uses <= {KEYED, ITEM} else READ
 
 

@@ -154,8 +154,21 @@ def a_variable_that_is_passed_on(s: Any, x: Tensor) -> Any:
     return len(known) + known[x.shape[0]]
 
 
-def test_a_variable_that_is_used_in_another_way_is_compared_whole(captured: list[object]) -> None:
-    model, plain = planned(a_variable_that_is_passed_on), Net(a_variable_that_is_passed_on)
+def a_variable_of_the_last_round(s: Any, x: Tensor) -> Any:
+    total, known = 0.0, {}
+    for _ in range(2):
+        total += len(known)
+        known = s.d
+        if x.shape[0] not in known:
+            known[x.shape[0]] = 2.0
+    return total
+
+
+@pytest.mark.parametrize("rule", [a_variable_that_is_passed_on, a_variable_of_the_last_round])
+def test_a_variable_that_is_used_in_another_way_is_compared_whole(
+    rule: Callable[..., Any], captured: list[object]
+) -> None:
+    model, plain = planned(rule), Net(rule)
     for n in (2, 2, 3, 2):
         assert torch.equal(gradient(model, n), gradient(plain, n))
     assert len(captured) == 4
