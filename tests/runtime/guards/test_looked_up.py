@@ -71,10 +71,10 @@ def of_a_class(s: Any, x: Tensor) -> Any:
 
 
 def through_a_variable(s: Any, x: Tensor) -> Any:
-    known = s.d
-    if x.shape[0] not in known:
-        known[x.shape[0]] = 2.0 + x.shape[0]
-    return known[x.shape[0]]
+    d = s.d
+    if x.shape[0] not in d:
+        d[x.shape[0]] = 2.0 + x.shape[0]
+    return d[x.shape[0]]
 
 
 def ordered(s: Any, x: Tensor) -> Any:
