@@ -48,8 +48,8 @@ class OpenShapes:
     known: list[tuple[list[torch.Tensor], Found]] = field(default_factory=list)
     """The last shapes that were captured separately: fake tensors of these shapes, and the results."""
     met: dict[tuple[torch.Size, ...], bool] = field(default_factory=dict)
-    """The last shapes of calls, each with whether the next call of them is expected to have another graph: after the
-    first one, if that `fills` a dictionary."""
+    """The last shapes of calls. True: the first call of a shape filled a dictionary, so the next one is expected to
+    have another graph."""
     misses: int = 0
     """How many latest captures in succession served no known shape but their own, although another one has sizes 0 and
     1 at the same places."""

@@ -54,6 +54,7 @@ from rematplan.runtime.execute.compile import named_tensors, tensors_in_step
 from rematplan.runtime.graph.captured_step import MODEL
 from rematplan.runtime.graph.tensor_storages import plain_tensors
 from rematplan.runtime.graph.warn import warn
+from rematplan.runtime.guards.snapshots import is_data
 
 ANEW = "it had another graph in many calls, each with a capture"
 """Why a module is no part any longer."""
@@ -212,7 +213,7 @@ class PlannedParts:
         assert state is not None
         sums = any(p.grad is not None for p in original.model.parameters())
         tensors = [*plain_tensors(tensors_in(leaves))]  # nested ones have no plain sizes
-        # Each new number, or object made for one call, would be rehearsed.
+        # Each new number, or equal object made for one call, would be rehearsed.
         numbers = (int, float) if isinstance(self.error, CapturedAnew) else ()
         leaves = [type(leaf) if type(leaf) in numbers else _without_identity(leaf) for leaf in leaves]
         known = self._known.setdefault((guards.open_key(leaves, spec), state.key), [])
@@ -338,13 +339,15 @@ class PlannedParts:
 
 
 def _without_identity(leaf: Any) -> Any:
-    """Return the type of an argument of a user's class, and whether it has tensors that pytrees do not find, unless it
-    is a module or equals others by its content. Return any other argument itself."""
-    hidden = hides_tensors(leaf)
+    """Return the type of an argument in which pytrees do not find tensors. Of an object of a user's class, return the
+    type and the attributes, as text, if all are plain data. Return any other argument itself."""
+    if hides_tensors(leaf):
+        return type(leaf)
     by_identity: Any = object.__hash__
     is_object = type(leaf).__hash__ is by_identity and type(getattr(leaf, "__dict__", None)) is dict
-    made_anew = is_object and not isinstance(leaf, (nn.Module, FunctionType))
-    return (type(leaf), hidden) if hidden or made_anew else leaf
+    if not is_object or isinstance(leaf, (nn.Module, FunctionType)) or not is_data(vars(leaf)):
+        return leaf
+    return type(leaf), repr(vars(leaf))
 
 
 def _within(tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]) -> bool:

@@ -15,8 +15,6 @@ from rematplan.runtime.guards.snapshots import UNSET, kept, same
 
 DICTIONARIES = (dict, OrderedDict, defaultdict)
 """The classes whose lookups are noted; subclasses may look up in other ways."""
-
-
 PRESENT = object()
 """Stands for any value of a key."""
 
@@ -79,7 +77,7 @@ class LookedUp:
     def _note(self, key: Any) -> None:
         self._lookups.note(key, self.of.get(key, UNSET))
 
-    # What only code calls that was not examined:
+    # Only code that was not examined calls these.
 
     def __getattr__(self, name: str) -> Any:
         self._lookups.whole = True

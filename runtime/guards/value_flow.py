@@ -132,7 +132,7 @@ def _followed(code: tuple[dis.Instruction, ...], at: int, owner: str, stack: lis
 def _use_of_local(code: tuple[dis.Instruction, ...], name: str) -> str:
     """Return how ``code`` uses a dictionary that it stores in a local variable: `KEYED` if all loads of the variable
     only look up single keys or store items, else `READ`."""
-    # Attributes, such as that of `cache = self.cache`, may have the same name.
+    # An attribute may have the name of the variable, as in `cache = self.cache`.
     loads = [k for k, i in enumerate(code) if "LOAD_FAST" in i.opname and name in _names_of(i)]
     plain = all(code[k].opname == "LOAD_FAST" for k in loads)
     uses = {_followed(code, k, _OTHER, [_OTHER] * 5 + [_VALUE]) for k in loads if plain}

@@ -254,6 +254,41 @@ def test_a_call_may_continue_the_graph_of_an_earlier_call(monkeypatch: pytest.Mo
     assert counts[1:] == [counts[0]] * 2
 
 
+class Rounds:
+    """An option object of a plain class."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class Repeating(Base):
+    """Computes more outside of its blocks if an option says so. It decides by values, so it is planned in parts."""
+
+    def forward(self, x: Tensor, rounds: Rounds) -> Tensor:
+        h = self.body(x)
+        if h.sum().item() > -1e9:
+            for _ in range(rounds.count):
+                h = h.sin()
+        loss: Tensor = self.head(h).square().mean()
+        return loss
+
+
+def test_option_objects_with_other_attributes_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsals: list[Rehearsal] = []
+    real = Rehearsal.run
+    monkeypatch.setattr(Rehearsal, "run", lambda one, *of: (rehearsals.append(one), real(one, *of))[1])
+    model, _ = made(Repeating)
+    in_parts(model, "64MiB")
+    counts, peaks = [], []
+    for count in (1, 1, 40, 40, 1):
+        model(batch(0)[0], Rounds(count)).backward()
+        model.zero_grad()
+        counts.append(len(rehearsals))
+        peaks.append(planned(model).peak)
+    assert counts[0] == counts[1] < counts[2] == counts[3] == counts[4]
+    assert peaks[0] == peaks[1] == peaks[4] < peaks[2] == peaks[3]
+
+
 class Registered:
     """A class that its user has registered with PyTorch's pytrees."""
 

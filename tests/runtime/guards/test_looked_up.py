@@ -4,7 +4,7 @@ dictionary itself are those of eager mode."""
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ABSENT = object()
 
 
 class Net(nn.Module):
-    of_class: dict[Any, Any] = {}  # noqa: RUF012 (as users write it)
+    of_class: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, rule: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
